@@ -1,0 +1,44 @@
+"""Rows of the batches that TRL buffers: pure functions on its dict of row-aligned tensors. Axes: see `groups.py`."""
+
+from typing import Any
+
+from torch import Tensor
+
+ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
+"""Losses that average over the rows of a micro-batch, so that rows left out have to be divided out again."""
+
+TOKEN_MEAN_LOSSES = ("bnpo", "dapo", "cispo", "vespo")
+"""Losses that divide by loss tokens, from which masked rows are absent."""
+
+
+def check_exclusion(loss_type: str, entropy_bonus: bool, auxiliary_loss: bool) -> None:
+    """
+    Whether rows can be left out of the loss exactly.
+
+    Raises:
+        `ValueError`: for an unknown loss, or a row-mean loss beside a term that its correction must not scale.
+    """
+    known = ROW_MEAN_LOSSES + TOKEN_MEAN_LOSSES
+    if loss_type not in known:
+        raise ValueError(
+            f"`loss_type` should be one of {', '.join(known)} where an estimator leaves rows out, found {loss_type!r}: "
+            "use one of these."
+        )
+    for term, is_enabled in {"entropy bonus": entropy_bonus, "auxiliary loss": auxiliary_loss}.items():
+        if is_enabled and loss_type in ROW_MEAN_LOSSES:
+            raise ValueError(
+                f"`loss_type` should not average over rows where an estimator leaves rows out beside an {term}, found "
+                f"{loss_type!r}: use 'dapo', or switch the {term} off."
+            )
+
+
+def count_loss_tokens(batch: dict[str, Any]) -> Tensor:
+    """Number of tokens of these rows that the loss sees."""
+    return (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
+
+
+def mask_rows(batch: dict[str, Any], excluded_B: Tensor) -> None:
+    """Takes every token of the excluded rows out of the loss masks, in place."""
+    for name in ("completion_mask", "tool_mask"):
+        if name in batch:
+            batch[name] = batch[name] * (~excluded_B).unsqueeze(1).to(batch[name])

@@ -1,0 +1,70 @@
+"""Read-only observers of training: they are told about every batch and change nothing."""
+
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from grpo_ext.diagnostics import CollapseHistory
+from grpo_ext.groups import RewardGroups
+
+CAUSES = {
+    "all_correct": "in groups that were all correct",
+    "all_incorrect": "in groups that were all incorrect",
+    "other": "in groups with equal rewards between right and wrong",
+    "unscorable": "without a reward",
+    "excluded": "left out by the estimator",
+    "baseline": "right at their group's baseline",
+}
+"""How each cause of `diagnostics.idle_completions` reads in a sentence."""
+
+
+class AdvantageCallback(TrainerCallback):
+    """A callback that `AdvantageGRPOTrainer` tells about each generated training batch."""
+
+    def on_advantages(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        groups: RewardGroups,
+        advantages_PG: Tensor,
+        history: CollapseHistory,
+    ) -> None:
+        """Called after the estimator has spoken; `history` counts this batch already."""
+
+
+class AdvantageCollapseCallback(AdvantageCallback):
+    """Says at the end of training what share of the completions taught nothing, and why."""
+
+    def __init__(self) -> None:
+        self._history: CollapseHistory | None = None
+
+    def on_advantages(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        groups: RewardGroups,
+        advantages_PG: Tensor,
+        history: CollapseHistory,
+    ) -> None:
+        self._history = history
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._history is not None and state.is_world_process_zero:
+            tqdm.write(summarize(self._history))
+
+
+def summarize(history: CollapseHistory) -> str:
+    """One line: the share of completions that taught nothing, by cause."""
+    total = max(1, history.num_completions)
+    idle = sum(history.num_idle.values())
+    line = f"{idle / total:.1%} of {history.num_completions:,} completions taught nothing"
+    parts = [f"{count / total:.1%} {CAUSES[cause]}" for cause, count in history.num_idle.items() if count]
+    return f"{line}: {', '.join(parts)}." if parts else f"{line}."

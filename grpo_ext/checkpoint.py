@@ -1,0 +1,179 @@
+"""The files we add to a checkpoint: the estimator's state, and a marker that the checkpoint is complete."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from grpo_ext.diagnostics import CollapseHistory
+from grpo_ext.estimator import AdvantageEstimator
+
+logger = logging.get_logger(__name__)
+
+STATE_FILE = "advantage_state.json"
+MARKER_FILE = "checkpoint_complete.json"
+FORMAT_VERSION = 1
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes whole or not at all: to a temporary name, flushed, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def save_state(
+    folder: Path, estimator: AdvantageEstimator, history: CollapseHistory, is_generation_boundary: bool
+) -> None:
+    """Writes `advantage_state.json`; a marker that an earlier run left in the folder no longer holds."""
+    (folder / MARKER_FILE).unlink(missing_ok=True)
+    content = {
+        "format_version": FORMAT_VERSION,
+        "identity": estimator.identity(),
+        "arguments": estimator.arguments(),
+        "state": estimator.state_dict(),
+        "collapse_history": history.state_dict(),
+        "is_generation_boundary": is_generation_boundary,
+    }
+    write_json(folder / STATE_FILE, content)
+
+
+def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHistory) -> None:
+    """
+    Restores what `save_state` wrote; says what differs from then.
+
+    Raises:
+        `ValueError`: where the file is damaged, of another format, or another estimator's.
+    """
+    content = read_state(folder, estimator.identity())
+    if content is None:
+        logger.warning(f"`{folder}` holds no {STATE_FILE}: the estimator starts afresh.")
+        return
+    estimator.load_state_dict(content["state"])
+    history.load_state_dict(content["collapse_history"])
+    if content["arguments"] != estimator.arguments():
+        logger.warning(
+            f"The estimator's arguments were {content['arguments']} at the checkpoint, now {estimator.arguments()}."
+        )
+    if not content["is_generation_boundary"]:
+        logger.warning(
+            "This checkpoint lies within a generation cycle: its generation batch is sampled again, and the "
+            "estimator's state counts it twice."
+        )
+
+
+def read_state(folder: Path, identity: str) -> dict[str, Any] | None:
+    """
+    The content of `advantage_state.json`, None where there is none.
+
+    Raises:
+        `ValueError`: where the file is damaged, of another format, or another estimator's.
+    """
+    path = folder / STATE_FILE
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        version, found = content["format_version"], content["identity"]
+        missing = {"arguments", "state", "collapse_history", "is_generation_boundary"} - set(content)
+        if version == FORMAT_VERSION and missing:
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`{path}` should hold an estimator's state, found a damaged or truncated file ({error}): resume from "
+            "another checkpoint, or delete the file to start the estimator afresh."
+        ) from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"`{path}` should have the format version {FORMAT_VERSION}, found {version}: resume with the version of "
+            "grpo_ext that wrote it."
+        )
+    if found != identity:
+        raise ValueError(
+            f"`{path}` should hold the state of `{identity}`, found that of `{found}`: resume with the method that "
+            "wrote it, or delete the file to start the new one afresh."
+        )
+    return content
+
+
+def mark_complete(folder: Path) -> None:
+    """Writes the marker, last of all files: names and sizes of the others."""
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MARKER_FILE
+    }
+    write_json(folder / MARKER_FILE, {"format_version": FORMAT_VERSION, "files": sizes})
+
+
+def find_damage(folder: Path) -> str | None:
+    """Why a checkpoint is not complete, or None."""
+    try:
+        files = json.loads((folder / MARKER_FILE).read_bytes())["files"]
+    except FileNotFoundError:
+        return f"it lacks {MARKER_FILE}"
+    except (ValueError, KeyError, TypeError):
+        return f"its {MARKER_FILE} is damaged"
+    for name, size in files.items():
+        path = folder / name
+        if not path.exists():
+            return f"it lacks {name}"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def newest_complete(output_dir: Path) -> tuple[Path, dict[Path, str]]:
+    """
+    The newest complete checkpoint of a run, and the newer ones that are not, with the reason.
+
+    Raises:
+        `ValueError`: where there is no complete one.
+    """
+    folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    skipped: dict[Path, str] = {}
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder, skipped
+        skipped[folder] = damage
+    found = "; ".join(f"{folder.name}: {damage}" for folder, damage in skipped.items()) or "none"
+    raise ValueError(
+        f"`resume_from_checkpoint` should find a complete checkpoint in `{output_dir}`, found {found}: name a "
+        "checkpoint folder, or start without resuming."
+    )
+
+
+def choose_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+    """
+    The checkpoint to resume from: for True the newest complete one, saying which newer ones are skipped and why.
+
+    Raises:
+        `ValueError`: where there is none, or the named one has a marker that its files contradict.
+    """
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is True:
+        newest, skipped = newest_complete(Path(output_dir))
+        for incomplete, reason in skipped.items():
+            logger.warning(f"Skipping the incomplete checkpoint {incomplete}: {reason}.")
+        return str(newest)
+    folder = Path(resume_from_checkpoint)
+    if not folder.is_dir():
+        raise ValueError(
+            f"`resume_from_checkpoint` should be a checkpoint folder or true, found `{folder}`, which does not exist: "
+            "check the path."
+        )
+    damage = find_damage(folder) if (folder / MARKER_FILE).exists() else None
+    if damage is not None:
+        raise ValueError(
+            f"`{folder}` should be a complete checkpoint, found that {damage}: resume from an earlier one."
+        )
+    return str(folder)

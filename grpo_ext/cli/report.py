@@ -1,0 +1,124 @@
+"""What a training run shows: one line per logging step, a table at the end, and a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+PICTURE = "reward_and_collapse.png"
+
+
+class ProgressLines(TrainerCallback):
+    """A progress bar on a terminal, and one readable line per logging step everywhere."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            # `disable=None` hides the bar where the output is no terminal.
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc="train", disable=None)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        if state.is_world_process_zero:
+            line = describe_step(logs, state.global_step, state.max_steps)
+            if line:
+                tqdm.write(line)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def describe_step(logs: dict[str, float], step: int, max_steps: int) -> str | None:
+    """The numbers of a logging step that a person wants to see, None where there are none."""
+    prefix = "eval_" if "eval_reward" in logs else ""
+    if f"{prefix}reward" not in logs:
+        return None
+    value = {name.removeprefix(prefix): number for name, number in logs.items() if number is not None}
+    parts = [f"{'eval' if prefix else 'step'} {step:>{len(str(max_steps))}}/{max_steps}"]
+    if "reward" in value:
+        parts.append(f"reward {value['reward']:.3f}")
+    if "acr/rate" in value:
+        causes = f"{value['acr/all_correct']:.0%} all correct, {value['acr/all_incorrect']:.0%} all incorrect"
+        parts.append(f"collapse {value['acr/rate']:.0%} ({causes}), {value['acr/after']:.0%} after")
+    parts.append(f"length {value.get('completions/mean_length', float('nan')):.0f}")
+    if "entropy" in value:
+        parts.append(f"entropy {value['entropy']:.2f}")
+    if "step_time" in value:
+        parts.append(f"{value['step_time']:.1f} s/step")
+    return "  ".join(parts)
+
+
+def summary_table(history: list[dict[str, float]], seconds: float) -> str:
+    """Reward and collapse at the first and the last logging step, and the seconds of training."""
+    lines = [f"{'':<28}{'first':>10}{'last':>10}"]
+    for label, name in (
+        ("reward", "reward"),
+        ("collapsed groups", "acr/rate"),
+        ("  all correct", "acr/all_correct"),
+        ("  all incorrect", "acr/all_incorrect"),
+        ("without signal after method", "acr/after"),
+        ("evaluation reward", "eval_reward"),
+    ):
+        values = [entry[name] for entry in history if entry.get(name) is not None]
+        if values:
+            lines.append(f"{label:<28}{values[0]:>10.3f}{values[-1]:>10.3f}")
+    lines.append(f"{'seconds':<28}{'':>10}{seconds:>10.1f}")
+    return "\n".join(lines)
+
+
+def save_picture(history: list[dict[str, float]], folder: Path, title: str) -> Path | None:
+    """The reward and collapse curves as PNG; None where matplotlib is missing or nothing was logged."""
+    entries = [entry for entry in history if "acr/rate" in entry]
+    if not entries:
+        return None
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    steps = [entry["step"] for entry in entries]
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    top.plot(steps, [entry["reward"] for entry in entries], color="black", label="training")
+    evaluations = [entry for entry in history if "eval_reward" in entry]
+    if evaluations:
+        top.plot(
+            [entry["step"] for entry in evaluations],
+            [entry["eval_reward"] for entry in evaluations],
+            "o--",
+            color="tab:blue",
+            label="evaluation",
+        )
+    top.set(title=title, ylabel="mean reward", ylim=(-0.02, 1.02))
+    top.legend(loc="lower right")
+    correct = [entry["acr/all_correct"] for entry in entries]
+    incorrect = [entry["acr/all_incorrect"] for entry in entries]
+    other = [entry["acr/other"] for entry in entries]
+    labels = ["all correct", "all incorrect", "other equal rewards"]
+    colors = ["tab:green", "tab:red", "tab:gray"]
+    bottom.stackplot(steps, correct, incorrect, other, labels=labels, colors=colors, alpha=0.6)
+    bottom.plot(steps, [entry["acr/after"] for entry in entries], "k--", label="without signal after the method")
+    bottom.set(xlabel="optimizer step", ylabel="share of groups", ylim=(0, 1))
+    bottom.legend(loc="upper right", fontsize="small")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    path = folder / PICTURE
+    figure.savefig(path, dpi=120)
+    return path

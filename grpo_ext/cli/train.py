@@ -1,0 +1,284 @@
+"""`grpo-ext train` and `examples/train.py`: one command from a method's name to a trained model and its curve."""
+
+import contextlib
+import importlib
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import rewards as trl_rewards
+
+from grpo_ext.advantages import METHODS
+from grpo_ext.callbacks import AdvantageCollapseCallback
+from grpo_ext.cli.flags import build, explain_unknown, extra_generations, given_values, method_arguments
+from grpo_ext.cli.report import ProgressLines, save_picture, summary_table
+from grpo_ext.config import AdvantageGRPOConfig
+from grpo_ext.data import PROMPT_TEMPLATE, load_split, to_prompts
+from grpo_ext.estimator import AdvantageEstimator
+from grpo_ext.resolution import find_method
+from grpo_ext.rewards import boxed_accuracy
+from grpo_ext.testbed import POLICY_PATH
+from grpo_ext.testbed.arithmetic import make_problems
+from grpo_ext.trainer import AdvantageGRPOTrainer
+
+REWARDS: dict[str, Callable] = {
+    "boxed_accuracy": boxed_accuracy,
+    "accuracy_reward": trl_rewards.accuracy_reward,
+    "reasoning_accuracy_reward": trl_rewards.reasoning_accuracy_reward,
+    "think_format_reward": trl_rewards.think_format_reward,
+}
+
+
+@dataclass
+class TrainArguments:
+    """What to train on what; the method, the training and the model have flags of their own."""
+
+    _argument_group_name = "the run"
+
+    method: str = field(
+        default="grpo",
+        metadata={"help": f"Advantage estimator: {', '.join(METHODS)}, or your own class as package.module:Class."},
+    )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, or a local parquet, json or jsonl file or folder; unset: the embedded arithmetic."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, with --eval_strategy."})
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Another data set for evaluation; unset: the training one's test split."}
+    )
+    problem_column: str | None = field(
+        default=None, metadata={"help": "Column put into the prompt template; unset: problem, if there is one."}
+    )
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column used as the prompt as it is, plain or conversational; unset: prompt."}
+    )
+    answer_column: str = field(default="answer", metadata={"help": "Column with the reference answer."})
+    prompt_template: str = field(default=PROMPT_TEMPLATE, metadata={"help": "Text around {problem}."})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["boxed_accuracy"],
+        metadata={
+            "help": f"Reward functions: {', '.join(REWARDS)}, or dotted paths such as my_lib.rewards.my_reward; "
+            "their weights: --reward_weights."
+        },
+    )
+
+
+class TrainParser(TrlParser):
+    """Says what is wrong in one sentence instead of printing every flag there is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"The command line should be valid, found {message}: see `--help`.")
+
+
+@dataclass
+class Run:
+    """A parsed command line."""
+
+    script: TrainArguments
+    training: AdvantageGRPOConfig
+    model: ModelConfig
+    estimator: AdvantageEstimator
+
+
+def parse(argv: list[str]) -> Run:
+    """
+    Parses a command line, with the flags of the method it names.
+
+    Raises:
+        `ValueError`: in one sentence, for whatever does not fit.
+    """
+    given = given_values(argv)
+    method = find_method(given.get("method") or "grpo")
+    arguments = method_arguments(method, given)
+    parser = TrainParser(
+        (TrainArguments, arguments, AdvantageGRPOConfig, ModelConfig),
+        prog="grpo-ext train",
+        usage="accelerate launch examples/train.py --method NAME [--flag value ...] [--config file.yaml]",
+        description="Trains a policy by GRPO with the advantage estimator of your choice.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(**defaults(given, extra_generations(method, given)))
+    script, values, training, model, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    if unknown:
+        known = [action.dest for action in parser._actions]
+        raise ValueError(explain_unknown(unknown[0], given, known))
+    estimator = build(method, vars(values))
+    if model.model_name_or_path is None and script.dataset_name is not None:
+        raise ValueError(
+            "`--model_name_or_path` should name a model when `--dataset_name` is given, found none: the embedded "
+            "policy reads arithmetic only."
+        )
+    model.model_name_or_path = model.model_name_or_path or str(POLICY_PATH)
+    return Run(script, training, model, cast(AdvantageEstimator, estimator))
+
+
+def defaults(given: dict[str, Any], extra: int) -> dict[str, Any]:
+    """The method's number of extra completions, and what suits the embedded policy; an explicit flag always wins."""
+    general = {
+        "num_extra_generations": extra,
+        "output_dir": f"outputs/{given.get('method') or 'grpo'}".replace(":", "_"),
+    }
+    if given.get("model_name_or_path"):
+        return general
+    num_generations = int(given.get("num_generations") or 8)
+    return general | {
+        "learning_rate": 1e-4,
+        "max_steps": 100,
+        "per_device_train_batch_size": 4 * (num_generations + extra),
+        "gradient_accumulation_steps": 4,
+        "per_device_eval_batch_size": 16 * int(given.get("num_generations_eval") or num_generations),
+        "max_completion_length": 32,
+        "gradient_checkpointing": False,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "logging_steps": 5,
+        "eval_steps": 50,
+        "save_steps": 50,
+    }
+
+
+def load_data(run: Run, split: str, name: str | None) -> Dataset:
+    """Prompts of a split of the data set, or of the embedded arithmetic."""
+    script = run.script
+    if name is None:
+        rows = Dataset.from_list(
+            make_problems(4096 if split == "train" else 128, "train" if split == "train" else "test")
+        )
+    else:
+        rows = load_split(name, split, script.dataset_config if name == script.dataset_name else None)
+    tokenizer = AutoTokenizer.from_pretrained(
+        run.model.model_name_or_path,
+        revision=run.model.model_revision,
+        trust_remote_code=run.training.trust_remote_code,
+    )
+    prompts, num_skipped = to_prompts(
+        rows,
+        conversational=tokenizer.chat_template is not None,
+        problem_column=script.problem_column,
+        prompt_column=script.prompt_column,
+        answer_column=script.answer_column,
+        template=script.prompt_template,
+    )
+    if num_skipped:
+        say(f"{name}: skipped {num_skipped} of {len(rows)} rows, which have no answer.")
+    return prompts
+
+
+def find_reward(name: str) -> Callable:
+    """A reward function by its name or dotted path."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"`--reward_funcs` should hold names among {', '.join(REWARDS)} or dotted paths, found {name!r} ({error}): "
+            "check the spelling."
+        ) from error
+
+
+def make_trainer(run: Run) -> AdvantageGRPOTrainer:
+    """The trainer of a run, with our callbacks in the place of transformers' printing ones."""
+    training, model = run.training, run.model
+    test_split = None
+    if training.eval_strategy != "no":
+        test_split = load_data(
+            run, run.script.dataset_test_split, run.script.eval_dataset_name or run.script.dataset_name
+        )
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    trainer = AdvantageGRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=[find_reward(name) for name in run.script.reward_funcs],
+        args=training,
+        train_dataset=load_data(run, run.script.dataset_train_split, run.script.dataset_name),
+        eval_dataset=test_split,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        callbacks=[ProgressLines(), AdvantageCollapseCallback()],
+        advantage_estimator=run.estimator,
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def say(text: str) -> None:
+    """Prints on the main process."""
+    if PartialState().is_main_process:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def train(run: Run) -> None:
+    """Trains, saves the model, and shows what happened."""
+    trainer = make_trainer(run)
+    folder = Path(run.training.output_dir)
+    say(f"Training with {trainer.advantage_estimator.identity()} into {folder}.")
+    resume: str | bool | None = run.training.resume_from_checkpoint
+    if str(resume).lower() in ("true", "false"):
+        resume = str(resume).lower() == "true"
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=resume)
+    seconds = time.perf_counter() - start
+    trainer.save_model(run.training.output_dir)
+    trainer.save_state()
+    say(summary_table(trainer.state.log_history, seconds))
+    if trainer.accelerator.is_main_process:
+        picture = save_picture(trainer.state.log_history, folder, trainer.advantage_estimator.identity())
+        say(
+            f"Model in {folder}, curves in {picture}."
+            if picture
+            else f"Model in {folder}; `pip install matplotlib` for curves."
+        )
+    if run.training.push_to_hub:
+        trainer.push_to_hub(dataset_name=run.script.dataset_name)
+    trainer.accelerator.end_training()
+
+
+def is_ours(error: ValueError) -> bool:
+    """Whether grpo_ext itself raised the error, so that its sentence says all there is to say."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line; a mistake of the user's ends in one sentence and exit code 1."""
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+    run: Run | None = None
+    made: list[Path] = []
+    try:
+        run = parse(sys.argv[1:] if argv is None else argv)
+        output = Path(run.training.output_dir)
+        made = [folder for folder in (output, *output.parents) if not folder.exists()]
+        train(run)
+    except (ValueError, OSError) as error:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only where it is empty
+        if run is not None and not (isinstance(error, ValueError) and is_ours(error)):
+            raise
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

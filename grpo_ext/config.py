@@ -1,0 +1,81 @@
+"""`AdvantageGRPOConfig`: TRL's `GRPOConfig` and the few settings that are ours."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from transformers.utils import logging
+from trl import GRPOConfig
+
+from grpo_ext.estimator import require
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class AdvantageGRPOConfig(GRPOConfig):
+    """
+    Every argument of `GRPOConfig`, and the following. Without an accelerator and with neither `use_cpu` nor `bf16`
+    set, it trains on the CPU in float32 and says so.
+
+    Args:
+        num_extra_generations (`int`, *optional*, defaults to `0`):
+            Completions per training prompt beyond `num_generations`; the estimator says how many it needs. The
+            generation batch has to hold whole groups of `num_generations + num_extra_generations`.
+        success_reward (`str`, *optional*):
+            Name or index of the reward function that tells right from wrong. None: the weighted sum.
+        reward_min (`float`, *optional*, defaults to `0.0`):
+            That function's value for a wrong answer.
+        reward_max (`float`, *optional*, defaults to `1.0`):
+            Its value for a right one.
+
+    Raises:
+        `ValueError`: where a value is out of range, or the generation batch does not hold whole groups.
+    """
+
+    _argument_group_name = "training (TRL's GRPOConfig, and ours)"
+
+    num_extra_generations: int = field(
+        default=0,
+        metadata={"help": "Completions per training prompt beyond num_generations; the method says how many it needs."},
+    )
+    success_reward: str | None = field(
+        default=None,
+        metadata={"help": "Reward function (name or index) that tells right from wrong; unset: the weighted sum."},
+    )
+    reward_min: float = field(default=0.0, metadata={"help": "The success reward's value for a wrong answer."})
+    reward_max: float = field(default=1.0, metadata={"help": "The success reward's value for a right answer."})
+
+    def __post_init__(self) -> None:
+        num_generations, extra = self.num_generations, self.num_extra_generations
+        require(num_generations >= 2, "num_generations", num_generations, "be at least 2", "a group needs a contrast")
+        require(extra >= 0, "num_extra_generations", extra, "be at least 0", "use the method's own number")
+        low, high = self.reward_min, self.reward_max
+        require(low < high, "reward_min", low, f"lie below reward_max={high}", "swap the two")
+        if self.bf16 is None and not (self.fp16 or self.use_cpu or torch.accelerator.is_available()):
+            self.use_cpu, self.bf16 = True, False
+            logger.warning("No accelerator found: training on the CPU in float32 (use_cpu=True, bf16=False).")
+        if extra and self.num_generations_eval is None:
+            self.num_generations_eval = num_generations
+        self.num_generations = num_generations + extra
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            size = self.generation_batch_size
+            if size is None or size % self.num_generations == 0:
+                raise
+            raise ValueError(self._sizes_that_fit(num_generations, size)) from error
+        finally:
+            self.num_generations = num_generations
+
+    def _sizes_that_fit(self, num_generations: int, size: int) -> str:
+        group = self.num_generations
+        step = math.lcm(group, self.per_device_train_batch_size * self.world_size)
+        fitting = [fit for fit in (size // step * step, size // step * step + step) if fit > 0]
+        found = f"{num_generations} + {self.num_extra_generations} extra" if self.num_extra_generations else str(group)
+        steps = " or ".join(str(fit // (self.per_device_train_batch_size * self.world_size)) for fit in fitting)
+        return (
+            f"The generation batch should hold whole groups of {group} completions (num_generations={found}), found "
+            f"generation_batch_size={size}: use {' or '.join(map(str, fitting))} (steps_per_generation or "
+            f"gradient_accumulation_steps of {steps}), or a per_device_train_batch_size that {group} divides."
+        )

@@ -1,0 +1,97 @@
+"""From what the user asked for to the estimator that trains: names, TRL's settings, evaluation."""
+
+import copy
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+from trl import GRPOConfig
+
+from grpo_ext.advantages import GRPO, METHODS
+from grpo_ext.estimator import AdvantageEstimator, Component
+
+SETTING_DEFAULTS = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+"""Settings of TRL that shape the advantage. A field of the same name in an estimator is that setting."""
+
+
+def find_method(name: str) -> type[AdvantageEstimator]:
+    """
+    The estimator class of a name in METHODS (`-` counts as `_`) or of a dotted path `package.module:Class`.
+
+    Raises:
+        `ValueError`: for an unknown name, listing the known ones.
+    """
+    if ":" in name:
+        return _import_method(name)
+    key = name.replace("-", "_")
+    if key not in METHODS:
+        raise ValueError(
+            f"The method should be one of {', '.join(METHODS)}, found {name!r}: pick one of these, or give your own "
+            "class as package.module:Class."
+        )
+    return METHODS[key]
+
+
+def _import_method(path: str) -> type[AdvantageEstimator]:
+    module_name, class_name = path.split(":", 1)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The method should be an importable package.module:Class, found {path!r} ({error}): check the path."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, AdvantageEstimator)):
+        raise ValueError(
+            f"The method should be a subclass of `AdvantageEstimator`, found {path!r}: derive it from "
+            "`grpo_ext.estimator.AdvantageEstimator`."
+        )
+    return found
+
+
+def resolve_estimator(estimator: AdvantageEstimator | str | None, args: GRPOConfig) -> AdvantageEstimator:
+    """
+    A copy of the estimator in which every field named like a setting of TRL holds a value.
+
+    Raises:
+        `ValueError`: where a non-default setting of TRL contradicts the estimator, or finds no place in it.
+    """
+    if estimator is None:
+        estimator = GRPO()
+    resolved = find_method(estimator)() if isinstance(estimator, str) else copy.deepcopy(estimator)
+    for setting, default in SETTING_DEFAULTS.items():
+        wanted = vars(args)[setting]
+        homes = [part for part in resolved.walk() if setting in vars(part)]
+        if not homes and wanted != default:
+            home = {s: a for part in resolved.walk() for s, a in getattr(part, "setting_homes", {}).items()}.get(
+                setting
+            )
+            instead = f", or set its own `{home}`" if home else ""
+            raise ValueError(
+                f"`{setting}` should keep its default {default!r} with `{resolved.identity()}`, which does not use it, "
+                f"found {wanted!r}: drop `{setting}`{instead}, or choose another method."
+            )
+        for part in homes:
+            _fill(part, setting, wanted, default)
+    return resolved
+
+
+def _fill(part: Component, setting: str, wanted: str, default: str) -> None:
+    own = vars(part)[setting]
+    if own is None:
+        dataclasses.replace(part, **{setting: wanted})  # raises where the estimator refuses the value
+        setattr(part, setting, wanted)
+    elif own != wanted and wanted != default:
+        raise ValueError(
+            f"`{setting}` should be set once, found {own!r} in `{type(part).__name__}` and {wanted!r} in the training "
+            "arguments: drop one of the two."
+        )
+
+
+def for_evaluation(estimator: AdvantageEstimator, args: GRPOConfig) -> AdvantageEstimator:
+    """The estimator with `GRPO()` in the place of whatever is defined in training only, at any depth."""
+    if estimator.training_only:
+        return resolve_estimator(GRPO(), args)
+    return estimator.map_children(lambda child: for_evaluation(child, args))

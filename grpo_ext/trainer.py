@@ -1,0 +1,261 @@
+"""`AdvantageGRPOTrainer`: TRL's `GRPOTrainer` with a place to change the advantage.
+
+The one file where TRL's shape shows. It wraps methods of TRL and copies no body: `_calculate_rewards` and
+`_generate_and_score_completions` (the advantages), `_compute_loss` (rows left out of the loss), `train`,
+`_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+
+from grpo_ext.batching import ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
+from grpo_ext.callbacks import AdvantageCallback
+from grpo_ext.checkpoint import choose_checkpoint, load_state, mark_complete, save_state
+from grpo_ext.config import AdvantageGRPOConfig
+from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
+from grpo_ext.estimator import AdvantageEstimator
+from grpo_ext.groups import RewardGroups
+from grpo_ext.resolution import for_evaluation, resolve_estimator
+
+logger = logging.get_logger(__name__)
+
+ROW_SCALE = "row_scale"
+"""Key of our factor among TRL's batch tensors, on the CPU: all rows / rows that stay in the loss."""
+
+
+class AdvantageGRPOTrainer(GRPOTrainer):
+    """
+    `GRPOTrainer` whose advantages come from an estimator.
+
+    Args:
+        model, reward_funcs, args, ...:
+            Every argument of `GRPOTrainer`, unchanged. `args` may be a plain `GRPOConfig`.
+        advantage_estimator (`AdvantageEstimator` or `str`, *optional*):
+            An instance, a name in METHODS, or a dotted path `package.module:Class`; the trainer works on a copy of
+            an instance. None: `GRPO()`, which gives TRL's own advantages.
+
+    Raises:
+        `ValueError`: where a setting of `args` contradicts the estimator.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "grpo_ext"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Callable | list | str | PreTrainedModel | None = None,
+        args: GRPOConfig | None = None,
+        *positional: Any,
+        advantage_estimator: AdvantageEstimator | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = AdvantageGRPOConfig(f"{Path(name).name}-GRPO")
+        self.advantage_estimator = resolve_estimator(advantage_estimator, args)
+        self.collapse_history = CollapseHistory()
+        # A plain `GRPOConfig` lacks our fields; their defaults are the class's attributes.
+        self._settings = args if isinstance(args, AdvantageGRPOConfig) else AdvantageGRPOConfig
+        super().__init__(model, reward_funcs, self._with_extra_generations(args), *positional, **kwargs)
+        self._success_column = self._find_success_column()
+
+    # The advantages
+
+    def _calculate_rewards(
+        self, inputs: list[dict], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        lengths_B = torch.tensor([len(ids) for ids in completion_ids_list], device=self.accelerator.device)
+        self._gathered = rewards_NF, self.accelerator.gather(lengths_B)
+        return rewards_NF
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        groups = self._group_rewards(*self._gathered)
+        if not groups.is_scored_PG.any():
+            advantages_PG, excluded_PG = groups.rewards_PG, None
+            self._report_unscored()
+        else:
+            advantages_PG = self._compute_advantages(groups)
+            excluded_PG = self._active_estimator().excluded(groups) if self.model.training else None
+        self._observe(groups, advantages_PG, excluded_PG)
+        advantages_N = advantages_PG.nan_to_num(nan=0.0).flatten().to(output["advantages"])
+        output["advantages"] = self._local_rows(advantages_N, output)
+        self._relog_advantages(advantages_N)
+        if excluded_PG is not None:
+            self._exclude(output, excluded_PG.flatten())
+        return output
+
+    def _compute_advantages(self, groups: RewardGroups) -> Tensor:
+        """The hook: advantages (P, G) of one gathered generation batch. It only estimates."""
+        return self._active_estimator().estimate(groups)
+
+    def _active_estimator(self) -> AdvantageEstimator:
+        return self.advantage_estimator if self.model.training else for_evaluation(self.advantage_estimator, self.args)
+
+    def _group_rewards(self, rewards_NF: Tensor, lengths_N: Tensor) -> RewardGroups:
+        low, high = self._settings.reward_min, self._settings.reward_max
+        return RewardGroups.from_functions(
+            rewards_NF,
+            self.reward_weights.to(rewards_NF.device),
+            self.num_generations if self.model.training else self.num_generations_eval,
+            success_PG=self._success(rewards_NF),
+            lengths_PG=lengths_N,
+            progress=self.state.global_step / max(1, self.state.max_steps),
+            reward_range=high - low,
+        )
+
+    def _success(self, rewards_NF: Tensor) -> Tensor | None:
+        """The success signal (N,) where the user has set one up, else None."""
+        low, high = self._settings.reward_min, self._settings.reward_max
+        if self._success_column is None and (low, high) == (0.0, 1.0):
+            return None
+        if self._success_column is not None:
+            column_N = rewards_NF[:, self._success_column]
+        else:
+            column_N = (rewards_NF * self.reward_weights.to(rewards_NF.device)).nansum(dim=1)
+        return (column_N - low) / (high - low)
+
+    def _find_success_column(self) -> int | None:
+        wanted = self._settings.success_reward
+        if wanted is None:
+            return None
+        if str(wanted).isdecimal() and int(wanted) < len(self.reward_func_names):
+            return int(wanted)
+        if wanted in self.reward_func_names:
+            return self.reward_func_names.index(wanted)
+        raise ValueError(
+            f"`success_reward` should name one of the reward functions {self.reward_func_names}, found {wanted!r}: use "
+            "one of these names, or an index."
+        )
+
+    def _with_extra_generations(self, args: GRPOConfig) -> GRPOConfig:
+        """A copy of the arguments in which TRL samples what the estimator needs; the user's are left alone."""
+        extra = self.advantage_estimator.num_extra_generations
+        if self._settings.num_extra_generations != extra:
+            raise ValueError(
+                f"`num_extra_generations` should be {extra} for `{self.advantage_estimator.identity()}`, found "
+                f"{self._settings.num_extra_generations}: set `AdvantageGRPOConfig(num_extra_generations={extra})`."
+            )
+        if extra == 0:
+            return args
+        args = copy.copy(args)
+        args.num_generations_eval = args.num_generations_eval or args.num_generations
+        args.num_generations += extra
+        return args
+
+    def _local_rows(self, values_N: Tensor, output: dict[str, Any]) -> Tensor:
+        """This rank's slice of gathered rows."""
+        num_rows = len(output["completion_ids"])
+        start = self.accelerator.process_index * num_rows
+        return values_N[start : start + num_rows]
+
+    # What is logged and remembered
+
+    def _observe(self, groups: RewardGroups, advantages_PG: Tensor, excluded_PG: Tensor | None) -> None:
+        """Metrics in both modes; in training then history, callbacks and, last, the estimator's state."""
+        metrics = collapse_metrics(groups, advantages_PG) | advantage_metrics(groups, advantages_PG)
+        has_scored = bool(groups.is_scored_PG.any())
+        if groups.success_error is not None:
+            logger.warning_once(
+                "All-equal groups cannot be split into correct and incorrect ones, because the correctness signal "
+                "leaves [0, 1]: set `success_reward`, `reward_min` and `reward_max`."
+            )
+        if has_scored:
+            metrics |= self._active_estimator().metrics(groups)
+        if self.model.training:
+            self.collapse_history.update(groups, advantages_PG, excluded_PG)
+            metrics |= self.collapse_history.metrics()
+        self._log_metrics(metrics)
+        if not self.model.training:
+            return
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, AdvantageCallback):
+                callback.on_advantages(
+                    self.args,
+                    self.state,
+                    self.control,
+                    groups=groups,
+                    advantages_PG=advantages_PG,
+                    history=self.collapse_history,
+                )
+        if has_scored:
+            self.advantage_estimator.update(groups)
+
+    def _report_unscored(self) -> None:
+        """Nobody scored a completion of the batch: a warning, and an error once training began with three such."""
+        history = self.collapse_history
+        if self.model.training and history.num_batches == 2 and history.num_scored == 0:
+            raise ValueError(
+                "The first three generation batches should hold a scored completion, found none: let the reward "
+                "functions return a number instead of None."
+            )
+        logger.warning_once("No completion of a generation batch got a reward: such a batch teaches nothing.")
+
+    def _log_metrics(self, metrics: dict[str, float]) -> None:
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    def _relog_advantages(self, advantages_N: Tensor) -> None:
+        """TRL has logged its own advantages by now; ours trained."""
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages_N), len(logged))):
+            logged.pop()
+        logged.extend(advantages_N.tolist())
+
+    # Rows left out of the loss
+
+    def _exclude(self, output: dict[str, Any], excluded_N: Tensor) -> None:
+        """Takes rows out of the loss and its normalisers, as if they had not been sampled."""
+        # TRL before 1.8 has neither term, nor these attributes.
+        has_bonus, has_auxiliary = vars(self).get("_entropy_bonus_enabled"), vars(self).get("aux_loss_enabled")
+        check_exclusion(self.loss_type, bool(has_bonus), bool(has_auxiliary))
+        num_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
+        mask_rows(output, self._local_rows(excluded_N, output))
+        num_kept_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
+        num_rows = int(excluded_N.sum())
+        self._log_metrics({"excluded/rows": float(num_rows), "excluded/tokens": float(num_tokens - num_kept_tokens)})
+        if not self.advantage_estimator.count_excluded_tokens:
+            output["num_items_in_batch"] = num_kept_tokens
+        if self.loss_type in ROW_MEAN_LOSSES:
+            scale = len(excluded_N) / max(1, len(excluded_N) - num_rows)
+            if self.beta == 0.0:
+                output["advantages"] = output["advantages"] * scale
+            else:  # the KL term does not scale with the advantage
+                output[ROW_SCALE] = torch.tensor(scale, dtype=torch.float64)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
+        return loss * float(inputs[ROW_SCALE]) if ROW_SCALE in inputs else loss
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; `resume_from_checkpoint=True` takes the newest complete checkpoint of `output_dir`."""
+        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(folder, *args, **kwargs)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        is_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        if self.args.should_save:
+            save_state(folder, self.advantage_estimator, self.collapse_history, is_boundary)
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            mark_complete(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_state(Path(checkpoint), self.advantage_estimator, self.collapse_history)

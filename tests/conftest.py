@@ -1,0 +1,10 @@
+"""What every test shares: one thread, no network, and the shipped policy as the tiny model."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,149 @@
+"""Resume equals never stopping; a checkpoint is complete or it is not one."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from _training import Recorder, equal_weights, even_digits, make_args, make_trainer, weights
+from transformers.utils import logging as transformers_logging
+
+from grpo_ext import checkpoint
+from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO
+from grpo_ext.advantages.ha_dw import AdaptiveForgetting
+
+STATEFUL = [
+    GRPO(),
+    HADW(),
+    HADW(anchor=AdaptiveForgetting(stability_window=3)),
+    AGRAE(omega_ema=0.5),
+    AVSPO(acr_threshold_init=0.3),
+    HADW(base=AVSPO(acr_threshold_init=0.3)),
+    MCGRPO(),
+]
+
+
+@pytest.fixture
+def warnings_seen(caplog):
+    """What our loggers say; transformers' loggers do not propagate by default."""
+    transformers_logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    transformers_logging.disable_propagation()
+
+
+def settings_for(estimator):
+    extra = estimator.num_extra_generations
+    return {"num_extra_generations": extra, "per_device_train_batch_size": 2 * (4 + extra), "logging_steps": 1}
+
+
+@pytest.mark.parametrize("estimator", STATEFUL, ids=lambda estimator: estimator.identity())
+def test_resume_equals_never_stopping(tmp_path, estimator):
+    """Saved at step 2 of 4, resumed: the same advantages, state and weights, bit for bit."""
+    settings = settings_for(estimator) | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(
+        make_args(tmp_path / "whole", **settings), even_digits, Recorder, advantage_estimator=estimator
+    )
+    whole.train()
+
+    args = make_args(tmp_path / "resumed", **settings)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    resumed = make_trainer(args, even_digits, Recorder, advantage_estimator=estimator)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert len(whole.recorded) == 4
+    assert len(resumed.recorded) == 2
+    assert all(torch.equal(a, b) for a, b in zip(whole.recorded[2:], resumed.recorded, strict=True))
+    assert whole.advantage_estimator.state_dict() == resumed.advantage_estimator.state_dict()
+    assert whole.collapse_history.state_dict() == resumed.collapse_history.state_dict()
+    assert equal_weights(weights(whole), weights(resumed))
+
+
+def test_without_the_state_file_a_resumed_run_differs(tmp_path, warnings_seen):
+    """The comparison above can fail: HA-DW's window is what the file holds."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(make_args(tmp_path, **settings), advantage_estimator=HADW())
+    whole.train()
+    (tmp_path / "checkpoint-2" / checkpoint.STATE_FILE).unlink()
+    (tmp_path / "checkpoint-2" / checkpoint.MARKER_FILE).unlink()
+    resumed = make_trainer(make_args(tmp_path, **settings), advantage_estimator=HADW())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "starts afresh" in warnings_seen.text
+    assert resumed.advantage_estimator.state_dict() != whole.advantage_estimator.state_dict()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A finished run with checkpoints at steps 1 and 2."""
+    args = make_args(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    make_trainer(args, advantage_estimator=HADW()).train()
+    return tmp_path
+
+
+def resume(folder, where, estimator=None):
+    args = make_args(folder, max_steps=3)
+    trainer = make_trainer(args, advantage_estimator=estimator or HADW())
+    trainer.train(resume_from_checkpoint=where)
+    return trainer
+
+
+def test_another_methods_state_is_refused(saved):
+    with pytest.raises(ValueError, match=r"state of `GRPO`, found that of `HADW\(base=GRPO, anchor=MovingAverage\)`"):
+        resume(saved, str(saved / "checkpoint-2"), GRPO())
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[1, 2]"])
+def test_a_damaged_state_file_is_named(saved, damage):
+    path = saved / "checkpoint-2" / checkpoint.STATE_FILE
+    path.write_text(damage(path.read_text()))
+    (saved / "checkpoint-2" / checkpoint.MARKER_FILE).unlink()
+    with pytest.raises(ValueError, match=r"advantage_state.json` should hold an estimator's state, found a damaged"):
+        resume(saved, str(saved / "checkpoint-2"))
+
+
+def test_a_changed_file_contradicts_the_marker(saved):
+    path = saved / "checkpoint-2" / checkpoint.STATE_FILE
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"complete checkpoint, found that advantage_state.json has"):
+        resume(saved, str(saved / "checkpoint-2"))
+
+
+def test_resume_takes_the_newest_complete_checkpoint_and_names_the_skipped(saved, warnings_seen):
+    (saved / "checkpoint-2" / "optimizer.pt").write_bytes(b"half")
+    trainer = resume(saved, True)
+    assert "Skipping the incomplete checkpoint" in warnings_seen.text
+    assert "optimizer.pt has 4 bytes" in warnings_seen.text
+    assert len(trainer.advantage_estimator.anchor.accuracies) == 3
+
+
+def test_no_complete_checkpoint_is_an_error(saved):
+    for folder in saved.glob("checkpoint-*"):
+        (folder / checkpoint.MARKER_FILE).unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2: it lacks checkpoint_complete.json"):
+        resume(saved, True)
+    with pytest.raises(ValueError, match="does not exist"):
+        resume(saved, str(saved / "checkpoint-7"))
+
+
+def test_the_marker_lists_every_file(saved):
+    folder = saved / "checkpoint-2"
+    marker = json.loads((folder / checkpoint.MARKER_FILE).read_text())
+    files = {path.name for path in folder.iterdir()} - {checkpoint.MARKER_FILE}
+    assert set(marker["files"]) == files
+    assert checkpoint.STATE_FILE in files
+
+
+def test_changed_arguments_are_allowed_and_said(saved, warnings_seen):
+    trainer = resume(saved, True, HADW(reweight_scale=1.5))
+    assert len(trainer.advantage_estimator.anchor.accuracies) == 3
+    assert "'reweight_scale': 1.3" in warnings_seen.text
+
+
+def test_a_checkpoint_within_a_generation_cycle_is_said(tmp_path, warnings_seen):
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    make_trainer(make_args(tmp_path, **settings)).train()
+    assert json.loads((tmp_path / "checkpoint-2" / checkpoint.STATE_FILE).read_text())["is_generation_boundary"]
+    resumed = make_trainer(make_args(tmp_path, **settings), advantage_estimator=GRPO())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "within a generation cycle" in warnings_seen.text

@@ -1,0 +1,103 @@
+"""`GRPO()` through our trainer equals TRL, and what we touch of TRL is where we left it."""
+
+import inspect
+
+import pytest
+import torch
+from _training import (
+    Recorder,
+    StockRecorder,
+    equal_weights,
+    even_digits,
+    make_args,
+    make_trainer,
+    short_or_none,
+    weights,
+)
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
+
+from grpo_ext.advantages import GRPO
+from grpo_ext.statistics import batch_std, group_std
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_grpo_equals_trl_bit_for_bit(tmp_path, scale_rewards, aggregation):
+    settings = {"scale_rewards": scale_rewards, "multi_objective_aggregation": aggregation}
+    settings["reward_weights"] = [1.0, 0.5]
+    runs = []
+    for trainer_class in (StockRecorder, Recorder):
+        args = make_args(tmp_path, **settings)
+        rewards = [even_digits, short_or_none]
+        runs.append(make_trainer(args, rewards, trainer_class))
+        runs[-1].train()
+    stock, ours = runs
+    assert len(stock.recorded) == len(ours.recorded) == 3
+    assert any(advantages.abs().sum() > 0 for advantages in stock.recorded)
+    for expected, found in zip(stock.recorded, ours.recorded, strict=True):
+        assert torch.equal(expected, found)
+    assert equal_weights(weights(stock), weights(ours))
+    assert list(stock._logs["advantages"]) == list(ours._logs["advantages"])
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_grpo_equals_trl_with_unscorable_rows(tmp_path, scale_rewards):
+    runs = []
+    for trainer_class in (StockRecorder, Recorder):
+        runs.append(make_trainer(make_args(tmp_path, scale_rewards=scale_rewards), short_or_none, trainer_class))
+        runs[-1].train()
+    stock, ours = runs
+    assert any(torch.isnan(torch.tensor(list(stock._logs["rewards"]["short_or_none"]))))
+    assert all(torch.equal(a, b) for a, b in zip(stock.recorded, ours.recorded, strict=True))
+    assert equal_weights(weights(stock), weights(ours))
+
+
+def test_another_formula_is_not_equal(tmp_path):
+    """The comparison above can fail: the population standard deviation changes advantages and weights."""
+    runs = []
+    for trainer_class, kwargs in ((StockRecorder, {}), (Recorder, {"advantage_estimator": GRPO(std_ddof=0)})):
+        runs.append(make_trainer(make_args(tmp_path), even_digits, trainer_class, **kwargs))
+        runs[-1].train()
+    stock, ours = runs
+    assert not all(torch.equal(a, b) for a, b in zip(stock.recorded, ours.recorded, strict=True))
+    assert not equal_weights(weights(stock), weights(ours))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5), (64, 16), (1024, 16)])
+def test_standard_deviations_are_trls_to_the_last_bit(shape):
+    rewards_PG = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 7 - 2
+    rewards_PG[rewards_PG > 4] = torch.nan
+    rewards_PG[0, :2] = torch.tensor([0.1, 0.7])
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(group_std(rewards_PG), nanstd(rewards_PG, dim=1, keepdim=True), **same)
+    torch.testing.assert_close(batch_std(rewards_PG).squeeze(), nanstd(rewards_PG.flatten()), **same)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        ("_generate_and_score_completions", ["self", "inputs"]),
+        ("_compute_loss", ["self", "model", "inputs"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+    ],
+)
+def test_trl_has_the_methods_we_wrap(method, parameters):
+    assert list(inspect.signature(getattr(GRPOTrainer, method)).parameters) == parameters
+
+
+def test_trl_has_no_hook_of_our_name():
+    """The day TRL adds `_compute_advantages`, this says so."""
+    assert not hasattr(GRPOTrainer, "_compute_advantages")
+
+
+def test_trl_has_the_keys_we_touch(tmp_path):
+    trainer = make_trainer(make_args(tmp_path, max_steps=1), trainer_class=StockRecorder)
+    trainer.train()
+    batch = trainer._buffered_inputs[0]
+    assert {"completion_ids", "completion_mask", "advantages", "num_items_in_batch"} <= set(batch)
+    assert batch["num_items_in_batch"].dim() == 0
+    assert {"advantages", "rewards"} <= set(trainer._logs)
+    assert {"train", "eval"} <= set(trainer._metrics)
