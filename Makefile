@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: install ## set up, train the embedded policy with AVSPO, show the summary and the curves
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		examples/train.py --method avspo --eval_strategy steps --output_dir outputs/demo
+		examples/train.py --method avspo --eval_strategy steps --eval_on_start true --output_dir outputs/demo
 
 test: install ## set up and run the tests
 	$(BIN)/pytest -m 'not slow'

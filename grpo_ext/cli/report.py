@@ -115,8 +115,8 @@ def save_picture(history: list[dict[str, float]], folder: Path, title: str) -> P
     colors = ["tab:green", "tab:red", "tab:gray"]
     bottom.stackplot(steps, correct, incorrect, other, labels=labels, colors=colors, alpha=0.6)
     bottom.plot(steps, [entry["acr/after"] for entry in entries], "k--", label="without signal after the method")
-    bottom.set(xlabel="optimizer step", ylabel="share of groups", ylim=(0, 1))
-    bottom.legend(loc="upper right", fontsize="small")
+    bottom.set(xlabel="optimizer step", ylabel="share of groups with equal rewards", ylim=(0, 1))
+    bottom.legend(loc="upper left", fontsize="small")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     path = folder / PICTURE

@@ -1,5 +1,6 @@
 """`grpo-ext train` and `examples/train.py`: one command from a method's name to a trained model and its curve."""
 
+import argparse
 import contextlib
 import importlib
 import sys
@@ -75,6 +76,30 @@ class TrainArguments:
     )
 
 
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's arguments of the model, under a heading of their own."""
+
+    _argument_group_name = "the model (TRL's ModelConfig)"
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """One spelling per flag, and lines that fill the screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.nargs == "?":  # a switch: `--use_peft` and `--use_peft true` mean the same
+            return action.option_strings[0]
+        spellings = action.option_strings
+        action.option_strings = spellings[:1]
+        try:
+            return super()._format_action_invocation(action)
+        finally:
+            action.option_strings = spellings
+
+
 class TrainParser(TrlParser):
     """Says what is wrong in one sentence instead of printing every flag there is."""
 
@@ -103,14 +128,18 @@ def parse(argv: list[str]) -> Run:
     method = find_method(given.get("method") or "grpo")
     arguments = method_arguments(method, given)
     parser = TrainParser(
-        (TrainArguments, arguments, AdvantageGRPOConfig, ModelConfig),
+        (TrainArguments, arguments, ModelArguments, AdvantageGRPOConfig),
         prog="grpo-ext train",
         usage="accelerate launch examples/train.py --method NAME [--flag value ...] [--config file.yaml]",
-        description="Trains a policy by GRPO with the advantage estimator of your choice.",
+        description="Trains a policy by GRPO with the advantage estimator of your choice, and without further flags "
+        "the embedded policy on embedded arithmetic. The flags you will want first: --method, --model_name_or_path, "
+        "--dataset_name, --num_generations, --learning_rate, --max_steps, --max_completion_length, --use_peft, "
+        "--eval_strategy, --output_dir, --resume_from_checkpoint.",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(**defaults(given, extra_generations(method, given)))
-    script, values, training, model, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    script, values, model, training, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
     if unknown:
         known = [action.dest for action in parser._actions]
         raise ValueError(explain_unknown(unknown[0], given, known))

@@ -365,6 +365,10 @@ def test_sign_flips_are_rows_between_mean_and_median():
     assert MCGRPO().metrics(groups([[0, 0, 0.5, 0.6, 9]]))["mc_grpo/sign_flip_rate"] == pytest.approx(0.2)
 
 
+def test_two_rows_at_the_median_are_a_tie():
+    assert MCGRPO().metrics(groups([[0, 1, 1, 2, 3], [0, 1, 2, 3, 4]]))["mc_grpo/frac_groups_tied"] == 0.5
+
+
 def test_groups_with_fewer_than_two_scored_rows_are_left_out_of_group_counts():
     """Two groups count, one of them with three rows at its median and two that contribute."""
     rewards = [[1, 0, 0, 1, 0], [0.1, 0.9, 0.4, 0.7, 0.3], [nan] * 5, [nan, nan, 1, nan, nan]]
