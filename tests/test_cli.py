@@ -195,15 +195,56 @@ def test_rewards_by_dotted_path_and_weight(tmp_path, capsys):
     assert first["reward"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_failing_run_leaves_no_empty_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("no_reward", "first three generation batches should hold a scored completion"),
+        ("two", "should lie in .*found 2 .*success_reward.*reward_min.*reward_max"),
+        ("infinity", "Rewards should be finite"),
+    ],
+)
+def test_a_reward_that_cannot_train_is_one_sentence(tmp_path, monkeypatch, reward, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"error: .*first three generation batches"):
-        main([*QUICK, "--max_steps", "4", "--reward_funcs", "test_cli.no_reward", "--output_dir", "out"])
+    rewards = ["--reward_funcs", f"test_cli.{reward}", "--output_dir", "out/run"]
+    with pytest.raises(SystemExit, match=f"error: .*{message}") as caught:
+        main([*QUICK, "--method", "ha_dw", "--max_steps", "4", *rewards])
+    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_state_file_that_cannot_be_used_is_one_sentence(tmp_path):
+    arguments = [*QUICK, "--output_dir", str(tmp_path), "--save_strategy", "steps", "--save_steps", "2"]
+    main([*arguments, "--method", "ha_dw"])
+    resume = ["--max_steps", "3", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
+    with pytest.raises(SystemExit, match=r"error: .*state of `GRPO`, found that of `HADW"):
+        main([*arguments, "--method", "grpo", *resume])
+    state = tmp_path / "checkpoint-2" / "advantage_state.json"
+    state.write_text(state.read_text()[:100])
+    with pytest.raises(SystemExit, match=r"error: .*checkpoint, found that advantage_state.json has 100 bytes"):
+        main([*arguments, "--method", "ha_dw", *resume])
+    (tmp_path / "checkpoint-2" / "checkpoint_complete.json").unlink()
+    with pytest.raises(SystemExit, match=r"error: .*advantage_state.json. should hold an estimator's state, found a"):
+        main([*arguments, "--method", "ha_dw", *resume])
+
+
+def test_trls_own_complaints_are_one_sentence_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="error: Number of reward weights"):
+        main([*QUICK, "--reward_weights", "1.0", "2.0"])
+    with pytest.raises(SystemExit, match=r"error: `--model_name_or_path` should be .* found 'nowhere/at-all'"):
+        main([*QUICK, "--model_name_or_path", "nowhere/at-all"])
 
 
 def no_reward(completions, **kwargs):
     return [None] * len(completions)
+
+
+def two(completions, **kwargs):
+    return [2.0] * len(completions)
+
+
+def infinity(completions, **kwargs):
+    return [float("inf")] * len(completions)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

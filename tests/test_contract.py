@@ -188,8 +188,9 @@ EXACT = {name: make for name, make in PERMUTABLE.items() if not leaves_noise(mak
 
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT.keys())
 def test_float_noise_is_no_signal(make):
-    """Equal rewards whose mean rounds off give exact zeros everywhere but in `GRPO` itself."""
-    noisy = groups([[100.3] * 7, [10.1] * 7], success_PG=[[0.3] * 7, [0.6] * 7])
+    """Equal rewards whose mean rounds off, or nearly equal ones, give exact zeros everywhere but in `GRPO` itself."""
+    rewards = [[100.3] * 7, [10.1] * 7, [0.5] * 6 + [0.5 + 5e-7]]
+    noisy = groups(rewards, success_PG=[[0.3] * 7, [0.6] * 7, [0.5] * 7])
     assert_all_equal_groups_are_zero(make(), noisy)
 
 

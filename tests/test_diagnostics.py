@@ -247,6 +247,20 @@ def test_history_survives_json_and_continues():
         assert histories[0] == histories[1]
 
 
+def test_a_saved_history_is_a_copy():
+    """Later batches change neither what was saved nor what was loaded."""
+    saved = observe(CollapseHistory(), [[1, 1]]).state_dict()
+    kept = json.loads(json.dumps(saved))
+    restored = CollapseHistory()
+    restored.load_state_dict(saved)
+    observe(restored, [[0, 0]])
+    assert saved == kept
+    history = observe(CollapseHistory(), [[1, 1]])
+    state = history.state_dict()
+    observe(history, [[0, 0]])
+    assert state == kept
+
+
 def test_history_refuses_another_state():
     history = observe(CollapseHistory(), [[1, 1]])
     state = history.state_dict()

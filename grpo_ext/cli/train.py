@@ -187,11 +187,7 @@ def load_data(run: Run, split: str, name: str | None) -> Dataset:
         )
     else:
         rows = load_split(name, split, script.dataset_config if name == script.dataset_name else None)
-    tokenizer = AutoTokenizer.from_pretrained(
-        run.model.model_name_or_path,
-        revision=run.model.model_revision,
-        trust_remote_code=run.training.trust_remote_code,
-    )
+    tokenizer = load_tokenizer(run)
     prompts, num_skipped = to_prompts(
         rows,
         conversational=tokenizer.chat_template is not None,
@@ -203,6 +199,19 @@ def load_data(run: Run, split: str, name: str | None) -> Dataset:
     if num_skipped:
         say(f"{name}: skipped {num_skipped} of {len(rows)} rows, which have no answer.")
     return prompts
+
+
+def load_tokenizer(run: Run) -> Any:
+    """The model's tokenizer, to see whether it has a chat template."""
+    name = run.model.model_name_or_path
+    settings = {"revision": run.model.model_revision, "trust_remote_code": run.training.trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(name, **settings)
+    except OSError as error:
+        raise ValueError(
+            f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be loaded: "
+            f"{error}"
+        ) from error
 
 
 def find_reward(name: str) -> Callable:
@@ -258,9 +267,8 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def train(run: Run) -> None:
+def train(run: Run, trainer: AdvantageGRPOTrainer) -> None:
     """Trains, saves the model, and shows what happened."""
-    trainer = make_trainer(run)
     folder = Path(run.training.output_dir)
     say(f"Training with {trainer.advantage_estimator.identity()} into {folder}.")
     resume: str | bool | None = run.training.resume_from_checkpoint
@@ -274,17 +282,14 @@ def train(run: Run) -> None:
     say(summary_table(trainer.state.log_history, seconds))
     if trainer.accelerator.is_main_process:
         picture = save_picture(trainer.state.log_history, folder, trainer.advantage_estimator.identity())
-        say(
-            f"Model in {folder}, curves in {picture}."
-            if picture
-            else f"Model in {folder}; `pip install matplotlib` for curves."
-        )
+        curves = f"curves in {picture}" if picture else "for curves `pip install 'grpo-ext[plot]'`"
+        say(f"Model in {folder}, {curves}.")
     if run.training.push_to_hub:
         trainer.push_to_hub(dataset_name=run.script.dataset_name)
     trainer.accelerator.end_training()
 
 
-def is_ours(error: ValueError) -> bool:
+def is_ours(error: Exception) -> bool:
     """Whether grpo_ext itself raised the error, so that its sentence says all there is to say."""
     frames = traceback.extract_tb(error.__traceback__)
     return Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
@@ -293,20 +298,22 @@ def is_ours(error: ValueError) -> bool:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; a mistake of the user's ends in one sentence and exit code 1."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
-    run: Run | None = None
     made: list[Path] = []
+    is_set_up = False
     try:
         run = parse(sys.argv[1:] if argv is None else argv)
         output = Path(run.training.output_dir)
         made = [folder for folder in (output, *output.parents) if not folder.exists()]
-        train(run)
+        trainer = make_trainer(run)
+        is_set_up = True
+        train(run, trainer)
     except (ValueError, OSError) as error:
         for folder in made:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only where it is empty
-        if run is not None and not (isinstance(error, ValueError) and is_ours(error)):
+        if is_set_up and not is_ours(error):
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

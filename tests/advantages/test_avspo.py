@@ -316,16 +316,16 @@ def test_number_of_virtual_rewards_of_eight(rate, count):
 def test_number_of_virtual_rewards_grows_with_the_rate(rule):
     """Between 1 and the number of scored rows, which may differ between groups."""
     num_scored_P1 = torch.tensor([[2], [5], [8]])
-    counts = torch.cat([rule.count(num_scored_P1, i / 64, 0.5) for i in range(1, 65)], dim=1)
+    counts = torch.cat([rule.count(num_scored_P1, i / 64, 0.5) for i in range(65)], dim=1)
     assert (counts.diff(dim=1) >= 0).all()
     assert counts.min() >= 1
     assert (counts <= num_scored_P1).all()
 
 
 def test_exact_products_are_not_rounded_up():
-    """8 * 0.36^0.5 is 4.8 and 10 * 0.36^0.5 is 6, however the root rounds."""
-    assert PowerCount().count(torch.tensor([[8], [10]]), 0.36, 0.5).tolist() == [[5], [6]]
-    assert LinearCount().count(torch.tensor([[10]]), 0.09, 1.0).tolist() == [[3]]
+    """25 * 7/25 is 7 and 0.2 * 12 * sqrt(25/36) is 2, though both lie a rounding error above in floating point."""
+    assert PowerCount().count(torch.tensor([[25]]), 7 / 25, 1.0).item() == 7
+    assert LinearCount().count(torch.tensor([[12]]), 25 / 36, 0.2).item() == 2
 
 
 @pytest.mark.parametrize(("alpha", "count"), [(0.3, 2), (0.5, 4), (0.7, 5), (1.0, 7)])
@@ -474,6 +474,13 @@ def test_uniform_rewards_are_drawn_per_group_per_batch_and_per_seed():
     assert ((first >= 0) & (first < 1)).all()
 
 
+def test_uniform_rewards_are_drawn_anew_for_each_batch():
+    estimator, several = AVSPO(virtual_strategy=UniformRewards()), groups([A] * 4)
+    first = estimator.estimate(several)
+    estimator.update(several)
+    assert not torch.equal(first, estimator.estimate(several))
+
+
 def test_drawing_leaves_the_global_random_state_alone():
     state = torch.random.get_rng_state()
     always(virtual_strategy=UniformRewards()).estimate(groups([A, B]))
@@ -491,6 +498,7 @@ def test_few_groups_and_missing_scale_warn():
         AVSPO(scale_rewards="none").update(groups([A, B, C, D]))
 
 
+@pytest.mark.filterwarnings("error")
 def test_four_groups_do_not_warn():
     AVSPO().update(groups([A, B, C, D]))
 
