@@ -21,9 +21,9 @@ FORMAT_VERSION = 1
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes whole or not at all: to a temporary name, flushed, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary, text = path.with_suffix(".tmp"), json.dumps(content, indent=2)
     with temporary.open("w") as file:
-        json.dump(content, file, indent=2)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -37,12 +37,17 @@ def save_state(
     content = {
         "format_version": FORMAT_VERSION,
         "identity": estimator.identity(),
-        "arguments": estimator.arguments(),
+        "arguments": plain_arguments(estimator),
         "state": estimator.state_dict(),
         "collapse_history": history.state_dict(),
         "is_generation_boundary": is_generation_boundary,
     }
     write_json(folder / STATE_FILE, content)
+
+
+def plain_arguments(estimator: AdvantageEstimator) -> Any:
+    """The estimator's arguments as JSON gives them back; what JSON cannot hold, by its `repr`."""
+    return json.loads(json.dumps(estimator.arguments(), default=repr))
 
 
 def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHistory) -> None:
@@ -56,12 +61,16 @@ def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHis
     if content is None:
         logger.warning(f"`{folder}` holds no {STATE_FILE}: the estimator starts afresh.")
         return
+    try:
+        estimator.check_state(content["state"])
+        history.check_state(content["collapse_history"])
+    except ValueError as error:
+        raise ValueError(f"`{folder / STATE_FILE}` cannot be used. {error}") from error
     estimator.load_state_dict(content["state"])
     history.load_state_dict(content["collapse_history"])
-    if content["arguments"] != estimator.arguments():
-        logger.warning(
-            f"The estimator's arguments were {content['arguments']} at the checkpoint, now {estimator.arguments()}."
-        )
+    arguments = plain_arguments(estimator)
+    if content["arguments"] != arguments:
+        logger.warning(f"The estimator's arguments were {content['arguments']} at the checkpoint, now {arguments}.")
     if not content["is_generation_boundary"]:
         logger.warning(
             "This checkpoint lies within a generation cycle: its generation batch is sampled again, and the "
@@ -120,6 +129,8 @@ def find_damage(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"it lacks {MARKER_FILE}"
     except (ValueError, KeyError, TypeError):
+        return f"its {MARKER_FILE} is damaged"
+    if not isinstance(files, dict) or STATE_FILE not in files:
         return f"its {MARKER_FILE} is damaged"
     for name, size in files.items():
         path = folder / name

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 """The instruction of the Qwen2.5-Math prompt, which the papers use."""
@@ -36,7 +37,12 @@ def load_split(name: str, split: str, config: str | None = None) -> Dataset:
                 f"`{name}` should be an existing file of one of the formats {', '.join(FILE_FORMATS)}, found "
                 f"{'another format' if path.is_file() else 'no such file'}: check the path."
             )
-        return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        try:
+            return load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        except DatasetGenerationError as error:
+            raise ValueError(
+                f"`{name}` should be readable as {path.suffix}, found {error.__cause__ or error}."
+            ) from error
     splits = load_dataset(name, config)
     if not isinstance(splits, DatasetDict) or split not in splits:
         raise ValueError(
@@ -56,7 +62,7 @@ def to_prompts(
     template: str = PROMPT_TEMPLATE,
 ) -> tuple[Dataset, int]:
     """
-    Adds `prompt` and `answer` columns; rows without an answer are left out.
+    Adds `prompt` and `answer` columns; rows without a prompt or an answer are left out.
 
     Args:
         rows (`datasets.Dataset`):
@@ -95,10 +101,13 @@ def to_prompts(
     def to_prompt(value: Any) -> Any:
         if problem_column is None:
             return value
-        text = template.replace("{problem}", value)
+        text = template.replace("{problem}", str(value))
         return [{"role": "user", "content": text}] if conversational else text + "\n"
 
-    answered = rows.filter(lambda answer: answer is not None and str(answer).strip() != "", input_columns=answer_column)
+    def is_complete(prompt: Any, answer: Any) -> bool:
+        return prompt is not None and answer is not None and str(answer).strip() != ""
+
+    answered = rows.filter(is_complete, input_columns=[source, answer_column])
     if len(answered) == 0:
         raise ValueError(
             f"The data set should have rows with an answer, found none among {len(rows)}: check `--answer_column`."

@@ -79,7 +79,7 @@ def collapse_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, f
 
 def advantage_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, float]:
     """Size, zeros and mass of the advantages over scored rows (mass: mean over groups), and the unscorable share."""
-    scored = advantages_PG[groups.is_scored_PG].double()
+    scored = advantages_PG[groups.is_scored_PG].cpu().double()
     metrics = {"groups/frac_unscorable_rows": 1 - len(scored) / advantages_PG.numel()}
     if len(scored):
         metrics |= {
@@ -133,7 +133,7 @@ class CollapseHistory(Component):
         self.num_batches += 1
         self.num_groups += num_comparable(groups.rewards_PG)
         self.num_collapsed += int(is_all_equal(groups.rewards_PG).sum())
-        if len(self.first_rates) < FIRST_BATCHES:
+        if num_comparable(groups.rewards_PG) and len(self.first_rates) < FIRST_BATCHES:
             self.first_rates.append(advantage_collapse_rate(groups.rewards_PG))
         self.num_completions += advantages_PG.numel()
         self.num_scored += int(groups.is_scored_PG.sum())

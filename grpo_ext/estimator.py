@@ -1,8 +1,9 @@
 """What every advantage estimator is: a small dataclass that reads rewards and remembers plain numbers."""
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,31 @@ def require(condition: bool, name: str, value: object, should: str, remedy: str)
     """Raises the house's one-sentence `ValueError` unless `condition` holds."""
     if not condition:
         raise ValueError(f"`{name}` should {should}, found `{name}={value!r}`: {remedy}.")
+
+
+def _is_like(value: object, current: object, is_optional: bool) -> bool:
+    """Whether a loaded state value is of the current one's kind, and holds finite numbers only."""
+    if value is None or current is None:
+        return is_optional and (value is None or _is_number(value) or isinstance(value, str | list | dict))
+    if _is_number(current):
+        return _is_number(value)
+    return type(value) is type(current) and all(_is_plain(item) for item in _items(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | dict):
+        return all(_is_plain(item) for item in _items(value))
+    return value is None or isinstance(value, bool | str) or _is_number(value)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else [value]
 
 
 @dataclass
@@ -70,15 +96,16 @@ class Component:
         Replaces the state by one that `state_dict` gave.
 
         Raises:
-            `ValueError`: where the keys are another component's; nothing is changed then.
+            `ValueError`: where keys or kinds of values are not this component's; nothing is changed then.
         """
-        self._check_state(state)
+        self.check_state(state)
         self._assign_state(state)
 
     def _state_names(self) -> list[str]:
         return [field.name for field in fields(self) if not field.init]
 
-    def _check_state(self, state: State) -> None:
+    def check_state(self, state: State) -> None:
+        """Raises the `ValueError` that `load_state_dict` would raise, and changes nothing."""
         expected = [*self._state_names(), *self.children()]
         if not isinstance(state, dict) or set(state) != set(expected):
             found = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -86,8 +113,15 @@ class Component:
                 f"The state of `{type(self).__name__}` should have the keys {sorted(expected)}, found {found}: load "
                 "a state that the same estimator saved."
             )
+        for field in fields(self):
+            if not field.init and not _is_like(state[field.name], getattr(self, field.name), field.default is None):
+                raise ValueError(
+                    f"The state `{field.name}` of `{type(self).__name__}` should look like "
+                    f"{getattr(self, field.name)!r}, found {state[field.name]!r}: load a state that the same estimator "
+                    "saved."
+                )
         for name, child in self.children().items():
-            child._check_state(state[name])
+            child.check_state(state[name])
 
     def _assign_state(self, state: State) -> None:
         for name in self._state_names():

@@ -63,12 +63,14 @@ class RewardGroups:
         self.reward_range = reward_range
         self._success_PG = success_PG
         self._check_shapes()
-        if self.rewards_PG.isinf().any():
-            prompt, completion = self.rewards_PG.isinf().nonzero()[0].tolist()
-            raise ValueError(
-                f"Rewards should be finite, or NaN where unscorable, found {self.rewards_PG[prompt, completion]} for "
-                f"completion {completion} of prompt {prompt}: let the reward function return None for such a row."
-            )
+        for rewards in (self.rewards_PG, self.rewards_PGF):
+            if rewards is not None and rewards.isinf().any():
+                prompt, completion = rewards.isinf().nonzero()[0].tolist()[:2]
+                value = rewards[rewards.isinf()][0].item()
+                raise ValueError(
+                    f"Rewards should be finite, or NaN where unscorable, found {value} for completion {completion} of "
+                    f"prompt {prompt}: let the reward function return None for such a row."
+                )
 
     @classmethod
     def from_functions(

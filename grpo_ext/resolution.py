@@ -61,13 +61,17 @@ def resolve_estimator(estimator: AdvantageEstimator | str | None, args: GRPOConf
     if estimator is None:
         estimator = GRPO()
     resolved = find_method(estimator)() if isinstance(estimator, str) else copy.deepcopy(estimator)
+    if not isinstance(resolved, AdvantageEstimator):
+        raise ValueError(
+            f"`advantage_estimator` should be an instance of an estimator or a name, found {estimator!r}: write "
+            "`GRPO()` with its parentheses."
+        )
     for setting, default in SETTING_DEFAULTS.items():
         wanted = vars(args)[setting]
         homes = [part for part in resolved.walk() if setting in vars(part)]
         if not homes and wanted != default:
-            home = {s: a for part in resolved.walk() for s, a in getattr(part, "setting_homes", {}).items()}.get(
-                setting
-            )
+            parts = [part for part in resolved.walk() if isinstance(part, AdvantageEstimator)]
+            home = {name: own for part in parts for name, own in part.setting_homes.items()}.get(setting)
             instead = f", or set its own `{home}`" if home else ""
             raise ValueError(
                 f"`{setting}` should keep its default {default!r} with `{resolved.identity()}`, which does not use it, "
@@ -93,5 +97,5 @@ def _fill(part: Component, setting: str, wanted: str, default: str) -> None:
 def for_evaluation(estimator: AdvantageEstimator, args: GRPOConfig) -> AdvantageEstimator:
     """The estimator with `GRPO()` in the place of whatever is defined in training only, at any depth."""
     if estimator.training_only:
-        return resolve_estimator(GRPO(), args)
+        return resolve_estimator(GRPO(scale_rewards=vars(estimator).get("scale_rewards")), args)
     return estimator.map_children(lambda child: for_evaluation(child, args))

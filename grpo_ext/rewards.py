@@ -1,6 +1,7 @@
 """Reward functions: plain TRL ones, which work with a stock `GRPOTrainer` too."""
 
 import threading
+from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
@@ -20,17 +21,24 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def is_equivalent(found: str, answer: str) -> bool | None:
+def is_equivalent(found: str | None, answer: str) -> bool | None:
     """Whether two answers mean the same, by math-verify; None where the reference cannot be parsed."""
-    found, answer = found.strip(), answer.strip()
-    if found == answer:
+    answer = answer.strip()
+    if found is not None and found.strip() == answer and answer:
         return True
     # math-verify's time limits use signals, which only the main thread can set.
     limit = 5 if threading.current_thread() is threading.main_thread() else None
-    reference = parse(f"\\boxed{{{answer}}}", parsing_timeout=limit)
+    reference = _parse_reference(answer, limit)
     if not reference:
         return None
+    if found is None:
+        return False
     return verify(reference, parse(f"\\boxed{{{found}}}", parsing_timeout=limit), timeout_seconds=limit)
+
+
+@lru_cache(maxsize=4096)
+def _parse_reference(answer: str, limit: int | None) -> list:
+    return parse(f"\\boxed{{{answer}}}", parsing_timeout=limit)
 
 
 def boxed_accuracy(completions: list, answer: list[str], **kwargs: Any) -> list[float | None]:
@@ -54,9 +62,8 @@ def boxed_accuracy(completions: list, answer: list[str], **kwargs: Any) -> list[
 
 
 def _score(completion: str | list[dict[str, str]], reference: str) -> float | None:
-    text = completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
-    found = last_boxed(text)
-    if found is None:
-        return 0.0
-    is_right = is_equivalent(found, last_boxed(reference) or reference)
+    text = (
+        completion if isinstance(completion, str) else "".join(message.get("content") or "" for message in completion)
+    )
+    is_right = is_equivalent(last_boxed(text), last_boxed(reference) or reference)
     return None if is_right is None else float(is_right)

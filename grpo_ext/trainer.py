@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
@@ -66,6 +66,8 @@ class AdvantageGRPOTrainer(GRPOTrainer):
         # A plain `GRPOConfig` lacks our fields; their defaults are the class's attributes.
         self._settings = args if isinstance(args, AdvantageGRPOConfig) else AdvantageGRPOConfig
         super().__init__(model, reward_funcs, self._with_extra_generations(args), *positional, **kwargs)
+        # TRL has taken its number; what is saved and logged is the user's.
+        self.args.num_generations -= self.advantage_estimator.num_extra_generations
         self._success_column = self._find_success_column()
 
     # The advantages
@@ -174,10 +176,11 @@ class AdvantageGRPOTrainer(GRPOTrainer):
             metrics |= self._active_estimator().metrics(groups)
         if self.model.training:
             self.collapse_history.update(groups, advantages_PG, excluded_PG)
-            metrics |= self.collapse_history.metrics()
         self._log_metrics(metrics)
         if not self.model.training:
             return
+        for name, value in self.collapse_history.metrics().items():
+            self._metrics["train"][name] = [value]  # running figures: the last one is logged, not their mean
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AdvantageCallback):
                 callback.on_advantages(
@@ -232,7 +235,15 @@ class AdvantageGRPOTrainer(GRPOTrainer):
             if self.beta == 0.0:
                 output["advantages"] = output["advantages"] * scale
             else:  # the KL term does not scale with the advantage
+                self._check_liger()
                 output[ROW_SCALE] = torch.tensor(scale, dtype=torch.float64)
+
+    def _check_liger(self) -> None:
+        if vars(self).get("use_liger_kernel"):  # TRL before 1.14 has a loss of its own for it
+            raise ValueError(
+                f"`use_liger_kernel` should be False where an estimator leaves rows out of `{self.loss_type}` with "
+                f"`beta={self.beta}`, found True: switch it off, or use `loss_type='dapo'`."
+            )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = super()._compute_loss(model, inputs)
@@ -250,10 +261,17 @@ class AdvantageGRPOTrainer(GRPOTrainer):
         is_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         if self.args.should_save:
             save_state(folder, self.advantage_estimator, self.collapse_history, is_boundary)
-        super()._save_checkpoint(model, trial)
+        # Older checkpoints may go only once this one is marked complete.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             mark_complete(folder)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder.parent), limit, best_model_checkpoint=best, use_mtime=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

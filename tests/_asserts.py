@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,8 +96,7 @@ def assert_readers_write_nothing(estimator: AdvantageEstimator, arguments: Field
     groups = RewardGroups(**{name: value.clone() for name, value in arguments.items()})
     state = estimator.state_dict()
     first = estimator.estimate(groups)
-    if groups.is_scored_PG.any():
-        estimator.metrics(groups)
+    estimator.metrics(groups)
     excluded = estimator.excluded(groups)
     assert_identical(first, estimator.estimate(groups))
     assert excluded is None or torch.equal(excluded, estimator.excluded(groups))
@@ -142,6 +142,16 @@ def assert_refuses_foreign_state(make: Callable[[], AdvantageEstimator], batches
     state = estimator.state_dict()
     for foreign in foreign_states(make().state_dict()):
         with pytest.raises(ValueError, match="should have the keys"):
+            estimator.load_state_dict(foreign)
+        assert estimator.state_dict() == state
+
+
+def assert_refuses_foreign_values(make: Callable[[], AdvantageEstimator], batches: list[Fields]) -> None:
+    """A value of another kind, or one that is not finite, is a `ValueError` that changes nothing."""
+    estimator = train(make(), batches)
+    state = estimator.state_dict()
+    for foreign in foreign_values(state):
+        with pytest.raises(ValueError, match="should look like"):
             estimator.load_state_dict(foreign)
         assert estimator.state_dict() == state
 
@@ -195,4 +205,17 @@ def foreign_states(state: dict[str, Any]) -> list[Any]:
         foreign.append({other: kept for other, kept in state.items() if other != name})
         if isinstance(value, dict):
             foreign += [state | {name: inner} for inner in foreign_states(value)]
+    return foreign
+
+
+def foreign_values(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """States with the right keys in which one value, at any depth, is not what the estimator wrote."""
+    foreign = []
+    for name, value in state.items():
+        if isinstance(value, dict):
+            foreign += [state | {name: inner} for inner in foreign_values(value)]
+        elif isinstance(value, list):
+            foreign += [state | {name: other} for other in ("text", 0.5, [*value, math.nan], {"0": 0.5})]
+        elif value is not None:
+            foreign += [state | {name: other} for other in ("text", math.inf, math.nan, [value], {"0": value})]
     return foreign

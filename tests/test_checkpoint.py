@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers.utils import logging as transformers_logging
 from grpo_ext import checkpoint
 from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO
 from grpo_ext.advantages.ha_dw import AdaptiveForgetting
+from grpo_ext.diagnostics import CollapseHistory
+from grpo_ext.estimator import AdvantageEstimator
 
 STATEFUL = [
     GRPO(),
@@ -100,6 +103,76 @@ def test_a_damaged_state_file_is_named(saved, damage):
     (saved / "checkpoint-2" / checkpoint.MARKER_FILE).unlink()
     with pytest.raises(ValueError, match=r"advantage_state.json` should hold an estimator's state, found a damaged"):
         resume(saved, str(saved / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("state", "anchor", "accuracies"), "0.5"),
+        (("state", "anchor", "accuracies"), None),
+        (("state", "anchor", "accuracies"), [float("nan")]),
+        (("state", "anchor", "beliefs"), []),
+        (("collapse_history", "num_idle"), []),
+        (("collapse_history",), []),
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_kind_are_named_and_nothing_is_loaded(saved, keys, value):
+    path = saved / "checkpoint-2" / checkpoint.STATE_FILE
+    content = json.loads(path.read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(content))
+    estimator, history = HADW(), CollapseHistory()
+    with pytest.raises(ValueError, match=r"advantage_state.json` cannot be used. .* saved\."):
+        checkpoint.load_state(saved / "checkpoint-2", estimator, history)
+    assert estimator == HADW()
+    assert history == CollapseHistory()
+
+
+@pytest.mark.parametrize("marker", ['{"files": []}', '{"files": {}}', "[]", "", '{"files": null}'])
+def test_a_damaged_marker_is_an_incomplete_checkpoint(saved, marker):
+    (saved / "checkpoint-2" / checkpoint.MARKER_FILE).write_text(marker)
+    assert checkpoint.find_damage(saved / "checkpoint-2") == "its checkpoint_complete.json is damaged"
+    assert checkpoint.newest_complete(saved)[0] == saved / "checkpoint-1"
+
+
+def test_an_older_checkpoint_goes_only_once_the_new_one_is_complete(tmp_path, monkeypatch):
+    args = make_args(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
+    make_trainer(args).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert args.save_total_limit == 1
+
+    marked = []
+
+    def interrupt(folder):
+        marked.append(folder)
+        if len(marked) == 2:
+            raise KeyboardInterrupt
+        mark(folder)
+
+    mark = checkpoint.mark_complete
+    monkeypatch.setattr("grpo_ext.trainer.mark_complete", interrupt)
+    args = make_args(tmp_path / "cut", max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(args).train()
+    assert checkpoint.newest_complete(tmp_path / "cut")[0].name == "checkpoint-1"
+
+
+def test_arguments_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path):
+    @dataclass
+    class Odd(AdvantageEstimator):
+        places: tuple[int, ...] = (1, 2)
+        function: object = len
+
+        def estimate(self, groups):
+            return groups.restrict(groups.rewards_PG)
+
+    checkpoint.save_state(tmp_path, Odd(), CollapseHistory(), True)
+    content = checkpoint.read_state(tmp_path, "Odd")
+    assert content["arguments"] == checkpoint.plain_arguments(Odd())
 
 
 def test_a_changed_file_contradicts_the_marker(saved):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _outside import WithDefaults
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig
 
@@ -134,6 +135,12 @@ def test_a_yaml_file_gives_values_and_flags_override_it(tmp_path):
         (["--reward_funcs", "exact"], "found 'exact'"),
         (["--success_reward", "format"], r"\['boxed_accuracy'\], found 'format'"),
         (["--resume_from_checkpoint", "true"], "should find a complete checkpoint"),
+        (["--num_generations", "abc"], "argument --num_generations.*: invalid int value: 'abc'"),
+        (["--reward_funcs", "math.pi"], "found 'math.pi'"),
+        (["--dataset_config", "main"], "`--dataset_config` should come with `--dataset_name`"),
+        (["--dataset_train_split", "validation"], "`--dataset_train_split` should come with `--dataset_name`"),
+        (["--eval_dataset_name", "test.parquet"], "should come with `--eval_strategy`"),
+        (["--method", "ha_dw", "--reweight_scale", "inf"], "be above 0 and finite"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -143,6 +150,44 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(tmp_path, monkeypat
         main([*QUICK, *argv] if "generation" not in str(argv) and "mc_grpo" not in argv else argv)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "YAML file of flags and values"),
+        ("a: [", "cannot be read"),
+        ("method: 5", "found '5'"),
+        ("method: ha_dw\nanchor: 5", "should be one of moving_average"),
+        ("method: ha_dw\nanchor_window: 2.5", "invalid int value: '2.5'"),
+        ("learning_rat: 1", "did you mean `--learning_rate`"),
+    ],
+)
+def test_a_mistake_in_a_yaml_file_is_one_sentence(tmp_path, text, message):
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main([f"--config={config}"])
+
+
+def test_dashes_in_a_yaml_file_are_underscores(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("method: ha-dw\nanchor: fixed-anchor\nanchor-value: 0.4\nnum-generations: 4\n")
+    run = parse([f"--config={config}"])
+    assert run.estimator == HADW(anchor=FixedAnchor(0.4))
+    assert run.training.num_generations == 4
+
+
+def test_a_single_file_is_not_its_own_test_split(problems):
+    arguments = ["--model_name_or_path", str(POLICY_PATH), "--dataset_name", str(problems)]
+    with pytest.raises(SystemExit, match="`--eval_dataset_name` should name a second file"):
+        main([*arguments, "--eval_strategy", "steps"])
+
+
+def test_a_method_from_outside_gets_flags():
+    assert parse(["--method", "_outside:WithDefaults"]).estimator == WithDefaults()
+    run = parse(["--method", "_outside:WithDefaults", "--places", "3", "4", "--base", "grpo"])
+    assert run.estimator == WithDefaults(base=GRPO(), places=[3, 4])
 
 
 @pytest.fixture

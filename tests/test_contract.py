@@ -18,6 +18,7 @@ from _asserts import (
     assert_ranks_agree,
     assert_readers_write_nothing,
     assert_refuses_foreign_state,
+    assert_refuses_foreign_values,
     assert_resume_equals_never_stopping,
     assert_state_survives_json,
     assert_unscored_batch_changes_nothing,
@@ -129,6 +130,7 @@ def test_state_survives_json(make):
 @every_estimator
 def test_foreign_state_is_refused(make):
     assert_refuses_foreign_state(make, BATCHES)
+    assert_refuses_foreign_values(make, BATCHES)
 
 
 @every_estimator
@@ -213,6 +215,19 @@ def test_wrappers_keep_the_push_of_avspo(wrapper):
     collapsed = groups([[0.0] * 4, [1.0] * 4, [0.0] * 4])
     pushed_PG = AVSPO().estimate(collapsed)
     assert torch.equal(wrapper(base=AVSPO()).estimate(collapsed).sign(), pushed_PG.sign())
+
+
+def test_wrappers_keep_the_signal_of_functions_whose_sum_agrees():
+    """Rewards (2, 0) and (0, 1) with weights 1 and 2 sum to 2 both, yet `normalize_then_sum` tells them apart."""
+    rewards_NF = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    several = RewardGroups.from_functions(
+        rewards_NF, torch.tensor([1.0, 2.0]), 2, success_PG=torch.tensor([1, 0, 1, 0])
+    )
+    base = GRPO(multi_objective_aggregation="normalize_then_sum")
+    assert several.rewards_PG[0].tolist() == [2.0, 2.0]
+    found = PositiveDominant(base=base).estimate(several)
+    assert (found[0] != 0).all()
+    assert torch.equal(found.sign(), base.estimate(several).sign())
 
 
 # Wrappers sample, exclude and remember as their base does.

@@ -71,6 +71,20 @@ def test_missing_columns_are_named(arguments, message):
         to_prompts(ROWS, conversational=False, **arguments)
 
 
+def test_numbers_are_problems_too_and_missing_problems_are_skipped():
+    rows = Dataset.from_list([{"problem": 12, "answer": "12"}, {"problem": None, "answer": "1"}])
+    prompts, num_skipped = to_prompts(rows, conversational=False)
+    assert (len(prompts), num_skipped) == (1, 1)
+    assert prompts[0]["prompt"].startswith("12\n")
+
+
+def test_a_broken_file_is_an_error(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"problem": "1+1?", "answer":')
+    with pytest.raises(ValueError, match=r"readable as .jsonl"):
+        load_split(str(path), "train")
+
+
 def test_no_answered_row_is_an_error():
     with pytest.raises(ValueError, match="found none among 1"):
         to_prompts(ROWS.select([1]), conversational=False)

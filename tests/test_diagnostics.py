@@ -81,11 +81,15 @@ def test_the_expected_rate_of_random_groups(rate):
     assert advantage_collapse_rate(rewards_PG) == pytest.approx(expected, abs=4 * error)
 
 
+def test_integers_are_rewards_too():
+    assert advantage_collapse_rate(torch.tensor([[1, 1], [1, 0]])) == 0.5
+
+
 # Causes
 
 
 def test_causes_partition_the_collapsed_groups():
-    rewards = [[0] * 3, [1] * 3, [0.5] * 3, [1, 0, 1], [nan, 1, 1], [nan, nan, 0]]
+    rewards = [[0] * 3, [1] * 3, [0.75] * 3, [1, 0, 1], [nan, 1, 1], [nan, nan, 0]]
     causes = {name: is_cause.flatten().tolist() for name, is_cause in collapse_causes(groups(rewards)).items()}
     assert causes == {
         "all_correct": [False, True, False, False, True, False],
@@ -221,6 +225,13 @@ def test_the_first_hundred_batches_are_remembered():
     history = observe(CollapseHistory(), *[[[1, 1]]] * 50, *[[[1, 0]]] * 70)
     assert history.metrics() == {"acr/cumulative": pytest.approx(50 / 120), "acr/first_100": 0.5}
     assert history.num_batches == 120
+
+
+def test_a_batch_without_a_comparison_is_no_early_sign():
+    """The first rates are those of batches in which groups could agree or differ."""
+    history = observe(CollapseHistory(), [[1, nan]], [[1, 1]])
+    assert history.metrics() == {"acr/cumulative": 1.0, "acr/first_100": 1.0}
+    assert history.num_batches == 2
 
 
 def test_an_empty_history_is_zero():

@@ -44,8 +44,15 @@ def test_a_scored_row_may_lack_success():
 
 @pytest.mark.parametrize("value", [inf, -inf])
 def test_infinite_rewards_are_refused_by_name(value):
-    with pytest.raises(ValueError, match=f"finite.*found {value} for completion 1 of prompt 1"):
+    with pytest.raises(ValueError, match=r"should be finite.*for completion 1 of prompt 1: let"):
         groups([[0, 1], [0, value]])
+
+
+def test_infinite_rewards_that_cancel_are_refused():
+    """Their weighted sum is NaN, which would pass for unscorable."""
+    rewards_NF = torch.tensor([[1.0, 0.0], [inf, -inf]])
+    with pytest.raises(ValueError, match=r"should be finite.*for completion 1 of prompt 0: let"):
+        RewardGroups.from_functions(rewards_NF, torch.ones(2), 2)
 
 
 @pytest.mark.parametrize("value", [1.1, -0.1, 2.0, -1.0])

@@ -1,4 +1,4 @@
-"""Every code block of the README is executed, or compared with what it describes."""
+"""Every code block of the README is executed; `make` and `pip` lines are compared with what they name."""
 
 import ast
 import re
@@ -64,6 +64,10 @@ def test_the_diff_gives_a_script_that_trains(tmp_path):
     trainer.max_completion_length = trainer.generation_config.max_new_tokens = 4
     trainer.train()
     assert trainer.advantage_estimator.identity() == "HADW(base=GRPO, anchor=MovingAverage)"
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"^[A-Z_]{6,}$", README, flags=re.MULTILINE)
 
 
 def test_make_targets_exist():

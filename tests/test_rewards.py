@@ -46,7 +46,7 @@ def test_conversations():
 
 
 def test_an_unreadable_reference_is_unscorable():
-    assert boxed_accuracy(["\\boxed{3}"], answer=[""]) == [None]
+    assert boxed_accuracy(["\\boxed{3}", "3", "\\boxed{}"], answer=["", "", ""]) == [None, None, None]
 
 
 def test_it_works_outside_the_main_thread():

@@ -88,11 +88,22 @@ def test_evaluation_writes_nothing(tmp_path, estimator):
     trainer.train()
     before = trainer.advantage_estimator.state_dict(), trainer.collapse_history.state_dict()
     first = trainer.evaluate()
-    second = trainer.evaluate()
+    trainer.evaluate()
     assert (trainer.advantage_estimator.state_dict(), trainer.collapse_history.state_dict()) == before
     assert "eval_acr/rate" in first
     assert "eval_acr/cumulative" not in first
-    assert second["eval_reward"] >= 0
+
+
+def test_evaluation_between_steps_leaves_the_state_where_training_alone_puts_it(tmp_path):
+    """Evaluation moves the sampler's generator, so the reward is one of the row's place."""
+    states = []
+    for settings in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}):
+        args = make_args(tmp_path, max_steps=3, **settings)
+        trainer = make_trainer(args, zero_one, advantage_estimator=HADW(), eval_dataset=DATA.select(range(8)))
+        trainer.train()
+        states.append((trainer.advantage_estimator.state_dict(), trainer.collapse_history.state_dict()))
+    assert states[0] == states[1]
+    assert len(states[0][0]["anchor"]["accuracies"]) == 3
 
 
 def test_evaluation_puts_grpo_in_the_place_of_training_only_estimators(tmp_path):
@@ -149,14 +160,12 @@ def test_one_generation_is_no_group(tmp_path):
 
 
 def test_a_plain_grpo_config_works(tmp_path):
-    settings = make_args(tmp_path, max_steps=1)
     args = GRPOConfig(
         str(tmp_path), num_generations=4, max_steps=1, use_cpu=True, bf16=False, max_completion_length=8, report_to=[]
     )
     trainer = make_trainer(args, advantage_estimator="ha-dw")
     trainer.train()
     assert isinstance(trainer.advantage_estimator, HADW)
-    assert settings.success_reward is None
 
 
 def test_an_instance_serves_two_trainers(tmp_path):
@@ -221,9 +230,10 @@ def test_an_unscored_batch_teaches_nothing_and_is_no_error_later(tmp_path):
     assert all((advantages == 0).all() for advantages in trainer.recorded[1:])
 
 
-def test_an_infinite_reward_is_an_error(tmp_path):
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 0.0]])
+def test_an_infinite_reward_is_an_error(tmp_path, weights):
     with pytest.raises(ValueError, match="Rewards should be finite"):
-        make_trainer(make_args(tmp_path), infinite).train()
+        make_trainer(make_args(tmp_path, reward_weights=weights), [even_digits, infinite]).train()
 
 
 def test_success_outside_its_bounds_is_an_error_for_methods_that_read_it(tmp_path):
@@ -262,10 +272,14 @@ def test_every_method_logs_the_collapse_rate_and_its_own_numbers(tmp_path, metho
     assert all(name in logged for name in own)
 
 
-def test_without_a_success_signal_one_line_says_what_would_give_it(tmp_path):
+def test_without_a_success_signal_one_line_says_what_would_give_it(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("grpo_ext.trainer.logger.warning_once", said.append)
     trainer = make_trainer(make_args(tmp_path, max_steps=1), lambda completions, **kwargs: [5.0] * len(completions))
     trainer.train()
     assert trainer.state.log_history[0]["acr/other"] == 1.0
+    (line,) = said
+    assert "`success_reward`, `reward_min` and `reward_max`" in line
 
 
 def test_callbacks_are_told_and_the_last_line_says_what_taught_nothing(tmp_path, capsys):
@@ -282,6 +296,32 @@ def test_callbacks_are_told_and_the_last_line_says_what_taught_nothing(tmp_path,
     idle = sum(trainer.collapse_history.num_idle.values())
     assert f"{idle / 32:.1%} of 32 completions taught nothing" in capsys.readouterr().out
     assert trainer.collapse_history.num_idle["unscorable"] > 0
+
+
+def test_running_figures_are_logged_as_they_stand(tmp_path):
+    """Over four batches with rates 1, 0, 0, 0 the cumulative rate is 0.25, not the mean of 1, 1/2, 1/3 and 1/4."""
+    calls = []
+
+    def first_equal(completions, **kwargs):
+        calls.append(1)
+        return [0.0] * len(completions) if len(calls) == 1 else zero_one(completions)
+
+    trainer = make_trainer(make_args(tmp_path, max_steps=4, logging_steps=4), first_equal)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["acr/cumulative"] == logged["acr/first_100"] == logged["acr/rate"] == 0.25
+
+
+def test_the_users_number_of_generations_is_what_the_trainer_keeps(tmp_path):
+    args = make_args(tmp_path, num_extra_generations=1, per_device_train_batch_size=10)
+    trainer = make_trainer(args, advantage_estimator=MCGRPO())
+    again = make_trainer(trainer.args, advantage_estimator=MCGRPO())
+    assert (trainer.args.num_generations, trainer.num_generations, again.num_generations) == (4, 5, 5)
+
+
+def test_a_class_instead_of_an_instance_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="with its parentheses"):
+        make_trainer(make_args(tmp_path), advantage_estimator=GRPO)
 
 
 def test_lengths_reach_the_estimator(tmp_path):

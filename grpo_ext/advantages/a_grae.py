@@ -72,7 +72,7 @@ class AGRAE(Reweighting):
         require(0 < alpha <= 1, "attenuation_threshold", alpha, "lie in (0, 1]", "use 1.0, the paper's for MATH")
         weights = ("sqrt_one_minus_p", "one_minus_sqrt_p")
         require(self.easy_weight in weights, "easy_weight", self.easy_weight, f"be one of {weights}", "pick one")
-        require(gamma > 0, "curriculum_scale", gamma, "be above 0", "use 0.5, the paper's value")
+        require(0 < gamma < math.inf, "curriculum_scale", gamma, "be above 0 and finite", "use 0.5, the paper's value")
         require(0 <= ema < 1, "omega_ema", ema, "lie in [0, 1)", "use 0.0, the paper's rule")
         check_success_rate_clip(self.success_rate_clip)
 
@@ -92,7 +92,7 @@ class AGRAE(Reweighting):
 
     def metrics(self, groups: RewardGroups) -> dict[str, float]:
         is_mixed_P1 = is_mixed(groups.rewards_PG)
-        weights = self._weight(groups, self.success_rate(groups))[is_mixed_P1].double()
+        weights = self._weight(groups, self.success_rate(groups))[is_mixed_P1].cpu().double()
         advantages_PG = self.estimate(groups)
         positive = advantages_PG.clamp(min=0).nansum(dim=1).mean().item()
         negative = advantages_PG.clamp(max=0).nansum(dim=1).mean().item()

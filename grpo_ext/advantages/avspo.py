@@ -156,7 +156,7 @@ class AVSPO(AdvantageEstimator):
         numbers = {
             "threshold": self.threshold,
             "triggered": float(self._collapse_rate(groups) > self.threshold),
-            "num_virtual": self._count(groups)[is_augmented_P1].double().mean().nan_to_num(nan=0.0).item(),
+            "num_virtual": self._count(groups)[is_augmented_P1].float().mean().nan_to_num(nan=0.0).item(),
             "injected_abs_advantage": injected.abs().mean().nan_to_num(nan=0.0).item(),
             "num_groups": float(num_comparable(groups.rewards_PG)),
             "acr_success": share_all_equal(groups.success_PG, self.collapse_tol),

@@ -22,8 +22,8 @@ class VirtualCountRule(Component, ABC):
 
     def count(self, num_scored_P1: Tensor, collapse_rate: float, sensitivity: float) -> Tensor:
         """K_g in 1 .. n_g, (P, 1); the slack keeps rounding from pushing an exact product up."""
-        raw_P1 = self.raw_count(num_scored_P1.double(), collapse_rate, sensitivity)
-        return torch.minimum((raw_P1 - 1e-9).ceil().clamp(min=1), num_scored_P1).long()
+        raw_P1 = self.raw_count(num_scored_P1.cpu().double(), collapse_rate, sensitivity)
+        return torch.minimum((raw_P1 - 1e-9).ceil().clamp(min=1).long().to(num_scored_P1.device), num_scored_P1)
 
 
 @dataclass
@@ -118,7 +118,7 @@ class UniformRewards(VirtualStrategy):
     def rewards(self, value_P1: Tensor, count_P1: Tensor, anchor_reward: float, batch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch)
         drawn_PK = torch.rand(self.ranks(value_P1, count_P1).shape, generator=generator, dtype=torch.float64)
-        return drawn_PK.to(value_P1)
+        return drawn_PK.to(value_P1.dtype).to(value_P1.device)
 
 
 @dataclass

@@ -44,7 +44,7 @@ class HADW(Reweighting):
     def __post_init__(self) -> None:
         super().__post_init__()
         scale, timing = self.reweight_scale, self.anchor_timing
-        require(scale > 0, "reweight_scale", scale, "be above 0", "use 1.3, the paper's best")
+        require(0 < scale < math.inf, "reweight_scale", scale, "be above 0 and finite", "use 1.3, the paper's best")
         require(isinstance(self.anchor, AnchorRule), "anchor", self.anchor, "be a rule", "pass `MovingAverage()`")
         timings = ("prior", "posterior")
         require(timing in timings, "anchor_timing", timing, f"be one of {timings}", "use the paper's 'prior'")
@@ -61,6 +61,8 @@ class HADW(Reweighting):
 
     def metrics(self, groups: RewardGroups) -> dict[str, float]:
         accuracy = batch_mean(groups.success_PG)
+        if math.isnan(accuracy):
+            return super().metrics(groups)
         is_mixed_P1 = is_mixed(groups.rewards_PG)
         easiness_P1 = self._easiness(groups)
         advantages_PG = self.base_advantages(groups)
@@ -72,7 +74,7 @@ class HADW(Reweighting):
             "anchor_next": self.anchor.after(accuracy),
             "diff_mean": easiness_P1.nanmean().item(),
             "diff_abs_mean": easiness_P1.abs().nanmean().item(),
-            "frac_harder": (easiness_P1[is_mixed_P1] < 0).double().mean().item(),
+            "frac_harder": (easiness_P1[is_mixed_P1] < 0).float().mean().item(),
             "factor_mean": scored_factors.mean().item(),
             "factor_min": scored_factors.min().item(),
             "factor_max": scored_factors.max().item(),

@@ -125,10 +125,10 @@ class MCGRPO(AdvantageEstimator):
         numbers = {
             "median_mean": group_median(rewards_PG).mean().item(),
             "mad_mean": group_mad(rewards_PG).mean().item(),
-            "frac_groups_mad_zero": (group_mad(rewards_PG) <= MAD_TOL).double().mean().item(),
-            "frac_groups_tied": (is_at_median_PG.sum(dim=1) > 1).double().mean().item(),
-            "contributing_rows_per_group": (advantages_PG.abs() > 0).sum(dim=1).double().mean().item(),
-            "sign_flip_rate": (sign_product_PG == -1)[~rewards_PG.isnan()].double().mean().item(),
+            "frac_groups_mad_zero": (group_mad(rewards_PG) <= MAD_TOL).float().mean().item(),
+            "frac_groups_tied": (is_at_median_PG.sum(dim=1) > 1).float().mean().item(),
+            "contributing_rows_per_group": (advantages_PG.abs() > 0).sum(dim=1).float().mean().item(),
+            "sign_flip_rate": (sign_product_PG == -1)[~rewards_PG.isnan()].float().mean().item(),
         }
         return {f"mc_grpo/{name}": value for name, value in numbers.items()}
 

@@ -19,7 +19,7 @@ class PivotRule(Component, ABC):
 
     def choose(self, candidates_PG: Tensor, groups: RewardGroups) -> Tensor:
         """The pivot among the candidates, bool (P, G) with one True per group that has a candidate."""
-        priority_PG = self.priority(groups).double().masked_fill(~candidates_PG, torch.inf)
+        priority_PG = self.priority(groups).float().masked_fill(~candidates_PG, torch.inf)
         is_best_PG = candidates_PG & (priority_PG == priority_PG.amin(dim=1, keepdim=True))
         return is_best_PG & (is_best_PG.cumsum(dim=1) == 1)
 

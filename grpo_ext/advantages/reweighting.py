@@ -38,9 +38,13 @@ class Reweighting(AdvantageEstimator):
         return self.base.excluded(groups)
 
     def base_advantages(self, groups: RewardGroups) -> Tensor:
-        """The base's advantages (P, G); exactly 0 on all-equal groups of `GRPO`, which keeps float noise there."""
+        """
+        The base's advantages (P, G); exactly 0 on all-equal groups of `GRPO`, which keeps float noise there.
+
+        Under `normalize_then_sum` equal sums of unequal rewards do carry a signal, and stay as they are.
+        """
         advantages_PG = self.base.estimate(groups)
-        if not isinstance(self.base, GRPO):
+        if not isinstance(self.base, GRPO) or self.base.multi_objective_aggregation == "normalize_then_sum":
             return advantages_PG
         return groups.restrict(advantages_PG.masked_fill(is_all_equal(groups.rewards_PG), 0.0))
 

@@ -8,6 +8,7 @@ one by its name in snake case, and the arguments of the picked one follow with t
 import dataclasses
 import difflib
 import re
+from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import yaml
@@ -17,18 +18,38 @@ from grpo_ext.estimator import AdvantageEstimator, Component
 from grpo_ext.resolution import SETTING_DEFAULTS, find_method
 
 
-def given_values(argv: list[str]) -> dict[str, Any]:
-    """What the user gave, by flag name: the values of `--config`, then the command line's."""
-    given: dict[str, Any] = {}
-    for index, word in enumerate(argv):
+def split_config(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """
+    The command line without its `--config`, and that file's values by flag name.
+
+    Raises:
+        `ValueError`: for a file that is no YAML mapping.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if "--config" not in words:
+        return words, {}
+    place = words.index("--config")
+    path = Path(words[place + 1] if place + 1 < len(words) else "")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"`--config` should name a YAML file, found `{path}`, which cannot be read: {error}"
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError(f"`--config` should name a YAML file of flags and values, found no such in `{path}`.")
+    return words[:place] + words[place + 2 :], {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def given_values(words: list[str], config: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave, by flag name: the configuration's values, then the command line's."""
+    given = dict(config)
+    for index, word in enumerate(words):
         if word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
-            following = argv[index + 1] if index + 1 < len(argv) else ""
+            following = words[index + 1] if index + 1 < len(words) else ""
             given[name.replace("-", "_")] = value if has_value else following
-    if "config" not in given:
-        return given
-    with open(given["config"]) as file:  # noqa: PTH123 (a path that the user typed)
-        return {**(yaml.safe_load(file) or {}), **given}
+    return given
 
 
 def choices(kind: object) -> dict[str, type[Component]] | None:
@@ -37,19 +58,25 @@ def choices(kind: object) -> dict[str, type[Component]] | None:
         return None
     if issubclass(kind, AdvantageEstimator):
         return dict(METHODS)
-    return {re.sub(r"(?<!^)(?=[A-Z])", "_", rule.__name__).lower(): rule for rule in kind.__subclasses__()}
+    return {snake_case(rule.__name__): rule for rule in kind.__subclasses__()}
 
 
 def pick(name: str, kind: object, default: Component, given: dict[str, Any]) -> tuple[str, type[Component]]:
     """The name and class of the component that the user picked for a field, or of the field's default."""
-    options = choices(kind) or {}
-    chosen = given.get(name) or next(key for key, option in options.items() if option is type(default))
-    if issubclass(type(default), AdvantageEstimator):
+    options = dict(choices(kind) or {})
+    own = next((key for key, option in options.items() if option is type(default)), snake_case(type(default).__name__))
+    options.setdefault(own, type(default))
+    chosen = str(given.get(name) or own).replace("-", "_")
+    if chosen not in options and isinstance(default, AdvantageEstimator):
         return chosen, find_method(chosen)
-    chosen = chosen.replace("-", "_")
     if chosen not in options:
         raise ValueError(f"`--{name}` should be one of {', '.join(options)}, found {chosen!r}: pick one of these.")
     return chosen, options[chosen]
+
+
+def snake_case(name: str) -> str:
+    """`MovingAverage` -> `moving_average`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def collect(component: type[Component], given: dict[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
@@ -60,7 +87,9 @@ def collect(component: type[Component], given: dict[str, Any], prefix: str = "")
         text = {"help": f"[{component.__name__}] {texts.get(field.name, '')}".replace("%", "%%")}
         options = choices(kind)
         if options is None:
-            flags.append((name, kind, dataclasses.field(default=field.default, metadata=text)))
+            default = {"default": field.default} if field.default_factory is dataclasses.MISSING else {}
+            factory = {} if default else {"default_factory": field.default_factory}
+            flags.append((name, kind, dataclasses.field(**default, **factory, metadata=text)))
             continue
         chosen, picked = pick(name, kind, field.default_factory(), given)
         text["help"] += f" One of {', '.join(options)}."

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -20,7 +21,14 @@ from trl import rewards as trl_rewards
 
 from grpo_ext.advantages import METHODS
 from grpo_ext.callbacks import AdvantageCollapseCallback
-from grpo_ext.cli.flags import build, explain_unknown, extra_generations, given_values, method_arguments
+from grpo_ext.cli.flags import (
+    build,
+    explain_unknown,
+    extra_generations,
+    given_values,
+    method_arguments,
+    split_config,
+)
 from grpo_ext.cli.report import ProgressLines, save_picture, summary_table
 from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.data import PROMPT_TEMPLATE, load_split, to_prompts
@@ -103,6 +111,21 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class TrainParser(TrlParser):
     """Says what is wrong in one sentence instead of printing every flag there is."""
 
+    def read_config(self, config: dict[str, Any]) -> list[str]:
+        """
+        Takes a configuration's values as defaults, checked as if they stood on the command line.
+
+        Returns:
+            `list[str]`: the flags that do not exist.
+        """
+        for name, value in dict(config.pop("env", {})).items():
+            os.environ[name] = str(value)
+        texts = {
+            name: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+            for name, value in config.items()
+        }
+        return self.set_defaults_with_config(**texts)[::2]
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"The command line should be valid, found {message}: see `--help`.")
 
@@ -124,8 +147,9 @@ def parse(argv: list[str]) -> Run:
     Raises:
         `ValueError`: in one sentence, for whatever does not fit.
     """
-    given = given_values(argv)
-    method = find_method(given.get("method") or "grpo")
+    words, config = split_config(argv)
+    given = given_values(words, config)
+    method = find_method(str(given.get("method") or "grpo"))
     arguments = method_arguments(method, given)
     parser = TrainParser(
         (TrainArguments, arguments, ModelArguments, AdvantageGRPOConfig),
@@ -139,7 +163,9 @@ def parse(argv: list[str]) -> Run:
         allow_abbrev=False,
     )
     parser.set_defaults(**defaults(given, extra_generations(method, given)))
-    script, values, model, training, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    unknown_keys = parser.read_config(config)
+    script, values, model, training, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
+    unknown = unknown_keys + unknown
     if unknown:
         known = [action.dest for action in parser._actions]
         raise ValueError(explain_unknown(unknown[0], given, known))
@@ -161,13 +187,13 @@ def defaults(given: dict[str, Any], extra: int) -> dict[str, Any]:
     }
     if given.get("model_name_or_path"):
         return general
-    num_generations = int(given.get("num_generations") or 8)
+    num_generations = read_number(given, "num_generations", 8)
     return general | {
         "learning_rate": 1e-4,
         "max_steps": 100,
         "per_device_train_batch_size": 4 * (num_generations + extra),
         "gradient_accumulation_steps": 4,
-        "per_device_eval_batch_size": 16 * int(given.get("num_generations_eval") or num_generations),
+        "per_device_eval_batch_size": 16 * read_number(given, "num_generations_eval", num_generations),
         "max_completion_length": 32,
         "gradient_checkpointing": False,
         "lr_scheduler_type": "constant_with_warmup",
@@ -176,6 +202,42 @@ def defaults(given: dict[str, Any], extra: int) -> dict[str, Any]:
         "eval_steps": 50,
         "save_steps": 50,
     }
+
+
+def read_number(given: dict[str, Any], name: str, default: int) -> int:
+    """A given whole number; the default where there is none, or none that the parser will accept."""
+    text = str(given.get(name, ""))
+    return int(text) if text.isdecimal() and int(text) > 0 else default
+
+
+def check_usage(run: Run) -> None:
+    """Refuses settings that nothing would read."""
+    script, is_evaluated = run.script, run.training.eval_strategy != "no"
+    default = TrainArguments()
+    sources = ("dataset_config", "dataset_train_split", "dataset_test_split", "problem_column", "prompt_column")
+    for name in (*sources, "answer_column"):
+        if (
+            script.dataset_name is None
+            and script.eval_dataset_name is None
+            and vars(script)[name] != vars(default)[name]
+        ):
+            refuse(name, "come with `--dataset_name`, found the embedded task", "drop it, or name a data set")
+    if script.eval_dataset_name is not None and not is_evaluated:
+        refuse("eval_dataset_name", "come with `--eval_strategy`, found none", "add `--eval_strategy steps`")
+    if script.problem_column is not None and script.prompt_column is not None:
+        refuse("prompt_column", "not stand beside `--problem_column`, found both", "drop one of the two")
+    if script.dataset_name is None or not Path(script.dataset_name).is_file():
+        return
+    for name in ("dataset_config", "dataset_train_split", "dataset_test_split"):
+        if vars(script)[name] != vars(default)[name]:
+            refuse(name, f"name a part of a Hub data set or folder, found the file {script.dataset_name}", "drop it")
+    if is_evaluated and script.eval_dataset_name is None:
+        refuse("eval_dataset_name", "name a second file where the data set is a single one, found none", "add one")
+
+
+def refuse(flag: str, should: str, remedy: str) -> NoReturn:
+    """Raises the one-sentence error about a flag."""
+    raise ValueError(f"`--{flag}` should {should}: {remedy}.")
 
 
 def load_data(run: Run, split: str, name: str | None) -> Dataset:
@@ -197,14 +259,19 @@ def load_data(run: Run, split: str, name: str | None) -> Dataset:
         template=script.prompt_template,
     )
     if num_skipped:
-        say(f"{name}: skipped {num_skipped} of {len(rows)} rows, which have no answer.")
+        say(f"{name}: skipped {num_skipped} of {len(rows)} rows, which have no prompt or answer.")
     return prompts
+
+
+def trusts_remote_code(run: Run) -> bool:
+    """TRL's flag, which belonged to the model's arguments before it moved to the training's."""
+    return bool(vars(run.training).get("trust_remote_code", vars(run.model).get("trust_remote_code", False)))
 
 
 def load_tokenizer(run: Run) -> Any:
     """The model's tokenizer, to see whether it has a chat template."""
     name = run.model.model_name_or_path
-    settings = {"revision": run.model.model_revision, "trust_remote_code": run.training.trust_remote_code}
+    settings = {"revision": run.model.model_revision, "trust_remote_code": trusts_remote_code(run)}
     try:
         return AutoTokenizer.from_pretrained(name, **settings)
     except OSError as error:
@@ -222,7 +289,10 @@ def find_reward(name: str) -> Callable:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), function)
+        reward = getattr(importlib.import_module(module), function)
+        if not callable(reward):
+            raise ValueError("it is no function")
+        return reward
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`--reward_funcs` should hold names among {', '.join(REWARDS)} or dotted paths, found {name!r} ({error}): "
@@ -233,6 +303,7 @@ def find_reward(name: str) -> Callable:
 def make_trainer(run: Run) -> AdvantageGRPOTrainer:
     """The trainer of a run, with our callbacks in the place of transformers' printing ones."""
     training, model = run.training, run.model
+    check_usage(run)
     test_split = None
     if training.eval_strategy != "no":
         test_split = load_data(
@@ -242,15 +313,18 @@ def make_trainer(run: Run) -> AdvantageGRPOTrainer:
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
+        "trust_remote_code": trusts_remote_code(run),
         **(training.model_init_kwargs or {}),
     }
+    quantization = get_quantization_config(model)
+    if quantization is not None:
+        training.model_init_kwargs.setdefault("quantization_config", quantization)
     trainer = AdvantageGRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=[find_reward(name) for name in run.script.reward_funcs],
         args=training,
         train_dataset=load_data(run, run.script.dataset_train_split, run.script.dataset_name),
         eval_dataset=test_split,
-        quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
         callbacks=[ProgressLines(), AdvantageCollapseCallback()],
         advantage_estimator=run.estimator,
