@@ -3,9 +3,10 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from types import UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin
 
 from torch import Tensor
 
@@ -20,29 +21,18 @@ def require(condition: bool, name: str, value: object, should: str, remedy: str)
         raise ValueError(f"`{name}` should {should}, found `{name}={value!r}`: {remedy}.")
 
 
-def _is_like(value: object, current: object, is_optional: bool) -> bool:
-    """Whether a loaded state value is of the current one's kind, and holds finite numbers only."""
-    if value is None or current is None:
-        return is_optional and (value is None or _is_number(value) or isinstance(value, str | list | dict))
-    if _is_number(current):
-        return _is_number(value)
-    return type(value) is type(current) and all(_is_plain(item) for item in _items(value))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | dict):
-        return all(_is_plain(item) for item in _items(value))
-    return value is None or isinstance(value, bool | str) or _is_number(value)
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else [value]
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a loaded state value is of a field's declared kind, all its numbers finite."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, option) for option in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is_of(item, get_args(kind)[1]) for item in value.values())
+    if kind in (int, float):
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # An annotation that is a string (`from __future__ import annotations`) names a kind we do not look up.
+    return isinstance(value, kind) if isinstance(kind, type) else True
 
 
 @dataclass
@@ -114,11 +104,11 @@ class Component:
                 "a state that the same estimator saved."
             )
         for field in fields(self):
-            if not field.init and not _is_like(state[field.name], getattr(self, field.name), field.default is None):
+            if not field.init and not _is_of(state[field.name], field.type):
+                kind = field.type.__name__ if isinstance(field.type, type) else field.type
                 raise ValueError(
-                    f"The state `{field.name}` of `{type(self).__name__}` should look like "
-                    f"{getattr(self, field.name)!r}, found {state[field.name]!r}: load a state that the same estimator "
-                    "saved."
+                    f"The state `{field.name}` of `{type(self).__name__}` should be {kind}, found "
+                    f"{state[field.name]!r}: load a state that the same estimator saved."
                 )
         for name, child in self.children().items():
             child.check_state(state[name])

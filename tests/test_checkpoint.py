@@ -110,6 +110,9 @@ def test_a_damaged_state_file_is_named(saved, damage):
     [
         (("state", "anchor", "accuracies"), "0.5"),
         (("state", "anchor", "accuracies"), None),
+        (("state", "anchor", "accuracies"), ["a"]),
+        (("state", "anchor", "accuracies"), [True]),
+        (("collapse_history", "num_batches"), None),
         (("state", "anchor", "accuracies"), [float("nan")]),
         (("state", "anchor", "beliefs"), []),
         (("collapse_history", "num_idle"), []),
@@ -159,6 +162,15 @@ def test_an_older_checkpoint_goes_only_once_the_new_one_is_complete(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         make_trainer(args).train()
     assert checkpoint.newest_complete(tmp_path / "cut")[0].name == "checkpoint-1"
+
+
+@pytest.mark.parametrize("estimator", [AGRAE(omega_ema=0.5), AVSPO()], ids=AdvantageEstimator.identity)
+def test_an_optional_number_is_a_number_or_nothing(estimator):
+    name = "omega" if isinstance(estimator, AGRAE) else "prev_mean_reward"
+    for value in (None, 0.5):
+        estimator.load_state_dict(estimator.state_dict() | {name: value})
+    with pytest.raises(ValueError, match=f"The state `{name}`"):
+        estimator.load_state_dict(estimator.state_dict() | {name: "0.5"})
 
 
 def test_arguments_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path):

@@ -7,7 +7,7 @@ from torch import Tensor
 from grpo_ext.advantages.grpo import GRPO
 from grpo_ext.estimator import AdvantageEstimator, require
 from grpo_ext.groups import RewardGroups
-from grpo_ext.statistics import group_mean, is_all_equal
+from grpo_ext.statistics import group_mean, is_all_equal, num_scored
 
 
 @dataclass
@@ -38,15 +38,16 @@ class Reweighting(AdvantageEstimator):
         return self.base.excluded(groups)
 
     def base_advantages(self, groups: RewardGroups) -> Tensor:
-        """
-        The base's advantages (P, G); exactly 0 on all-equal groups of `GRPO`, which keeps float noise there.
-
-        Under `normalize_then_sum` equal sums of unequal rewards do carry a signal, and stay as they are.
-        """
+        """The base's advantages (P, G); exactly 0 on all-equal groups of `GRPO`, which keeps float noise there."""
         advantages_PG = self.base.estimate(groups)
-        if not isinstance(self.base, GRPO) or self.base.multi_objective_aggregation == "normalize_then_sum":
+        if not isinstance(self.base, GRPO):
             return advantages_PG
-        return groups.restrict(advantages_PG.masked_fill(is_all_equal(groups.rewards_PG), 0.0))
+        is_silent_P1 = is_all_equal(groups.rewards_PG)
+        if self.base.multi_objective_aggregation == "normalize_then_sum":
+            # Equal sums of unequal rewards do carry a signal there.
+            for rewards_PG in groups.rewards_PGF.unbind(dim=2) if groups.rewards_PGF is not None else ():
+                is_silent_P1 = is_silent_P1 & (is_all_equal(rewards_PG) | (num_scored(rewards_PG) < 2))
+        return groups.restrict(advantages_PG.masked_fill(is_silent_P1, 0.0))
 
     @staticmethod
     def success_rate(groups: RewardGroups) -> Tensor:

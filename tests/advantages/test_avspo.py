@@ -453,8 +453,9 @@ def test_every_strategy_pushes_away_from_wrong_and_towards_right(strategy):
 
 
 def test_no_virtual_rewards_is_grpo():
-    several = groups([A, B, C])
-    assert torch.equal(always(virtual_strategy=NoVirtualRewards()).estimate(several), GRPO().estimate(several))
+    several, none = groups([A, B, C]), always(virtual_strategy=NoVirtualRewards())
+    assert torch.equal(none.estimate(several), GRPO().estimate(several))
+    assert none.metrics(several)["avspo/num_virtual"] == 0
 
 
 def test_no_virtual_rewards_leaves_partial_credit_at_zero():
