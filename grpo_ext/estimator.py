@@ -30,7 +30,8 @@ def _is_of(value: object, kind: Any) -> bool:
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is_of(item, get_args(kind)[1]) for item in value.values())
     if kind in (int, float):
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        numbers = int if kind is int else int | float
+        return isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
     # An annotation that is a string (`from __future__ import annotations`) names a kind we do not look up.
     return isinstance(value, kind) if isinstance(kind, type) else True
 
