@@ -1,10 +1,15 @@
 """Reward functions: plain TRL ones, which work with a stock `GRPOTrainer` too."""
 
+import importlib
+import sys
 import threading
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
+from trl import rewards as trl_rewards
 
 
 def last_boxed(text: str) -> str | None:
@@ -67,3 +72,30 @@ def _score(completion: str | list[dict[str, str]], reference: str) -> float | No
     )
     is_right = is_equivalent(last_boxed(text), last_boxed(reference) or reference)
     return None if is_right is None else float(is_right)
+
+
+REWARDS: dict[str, Callable] = {
+    "boxed_accuracy": boxed_accuracy,
+    "accuracy_reward": trl_rewards.accuracy_reward,
+    "reasoning_accuracy_reward": trl_rewards.reasoning_accuracy_reward,
+    "think_format_reward": trl_rewards.think_format_reward,
+}
+
+
+def find_reward(name: str) -> Callable:
+    """A reward function by its name or dotted path."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        reward = getattr(importlib.import_module(module), function)
+        if not callable(reward):
+            raise ValueError("it is no function")
+        return reward
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"`--reward_funcs` should hold names among {', '.join(REWARDS)} or dotted paths, found {name!r} ({error}): "
+            "check the spelling."
+        ) from error

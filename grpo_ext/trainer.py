@@ -1,8 +1,8 @@
 """`AdvantageGRPOTrainer`: TRL's `GRPOTrainer` with a place to change the advantage.
 
-The one file where TRL's shape shows. It wraps methods of TRL and copies no body: `_calculate_rewards` and
-`_generate_and_score_completions` (the advantages), `_compute_loss` (rows left out of the loss), `train`,
-`_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
+The one file where TRL's shape shows, and long for that reason. It wraps methods of TRL and copies no body:
+`_calculate_rewards` and `_generate_and_score_completions` (the advantages), `_compute_loss` (rows left out of the
+loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
 """
 
 import copy

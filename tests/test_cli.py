@@ -28,7 +28,8 @@ from grpo_ext.advantages import (
     UniformRewards,
 )
 from grpo_ext.cli import flags
-from grpo_ext.cli.train import TrainArguments, main, parse
+from grpo_ext.cli.arguments import TrainArguments, parse
+from grpo_ext.cli.train import main
 from grpo_ext.testbed import POLICY_PATH
 
 QUICK = [
