@@ -137,13 +137,14 @@ def test_the_error_says_which_sizes_divide(tmp_path):
 
 
 def test_a_size_the_error_names_works(tmp_path):
-    make_args(
+    args = make_args(
         tmp_path,
         num_generations=8,
         num_extra_generations=1,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=9,
     )
+    assert args.generation_batch_size == 72
 
 
 @pytest.mark.parametrize("estimator", [MCGRPO(), HADW(base=MCGRPO())], ids=AdvantageEstimator.identity)
