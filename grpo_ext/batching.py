@@ -11,9 +11,15 @@ TOKEN_MEAN_LOSSES = ("bnpo", "dapo", "cispo", "vespo")
 """Losses that divide by loss tokens, from which masked rows are absent."""
 
 
-def check_exclusion(loss_type: str, entropy_bonus: bool, auxiliary_loss: bool) -> None:
+def check_exclusion(loss_type: str, other_terms: dict[str, bool]) -> None:
     """
     Whether rows can be left out of the loss exactly.
+
+    Args:
+        loss_type (`str`):
+            TRL's.
+        other_terms (`dict[str, bool]`):
+            What the correction of a row mean must not scale, or cannot reach, and whether it is switched on.
 
     Raises:
         `ValueError`: for an unknown loss, or a row-mean loss beside a term that its correction must not scale.
@@ -24,7 +30,7 @@ def check_exclusion(loss_type: str, entropy_bonus: bool, auxiliary_loss: bool) -
             f"`loss_type` should be one of {', '.join(known)} where an estimator leaves rows out, found {loss_type!r}: "
             "use one of these."
         )
-    for term, is_enabled in {"entropy bonus": entropy_bonus, "auxiliary loss": auxiliary_loss}.items():
+    for term, is_enabled in other_terms.items():
         if is_enabled and loss_type in ROW_MEAN_LOSSES:
             raise ValueError(
                 f"`loss_type` should not average over rows where an estimator leaves rows out beside an {term}, found "

@@ -62,12 +62,11 @@ def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHis
         logger.warning(f"`{folder}` holds no {STATE_FILE}: the estimator starts afresh.")
         return
     try:
-        estimator.check_state(content["state"])
-        history.check_state(content["collapse_history"])
+        history.check_state(content["collapse_history"])  # before the estimator changes: both load, or neither
+        estimator.load_state_dict(content["state"])
+        history.load_state_dict(content["collapse_history"])
     except ValueError as error:
         raise ValueError(f"`{folder / STATE_FILE}` cannot be used. {error}") from error
-    estimator.load_state_dict(content["state"])
-    history.load_state_dict(content["collapse_history"])
     arguments = plain_arguments(estimator)
     if content["arguments"] != arguments:
         logger.warning(f"The estimator's arguments were {content['arguments']} at the checkpoint, now {arguments}.")
@@ -126,11 +125,11 @@ def find_damage(folder: Path) -> str | None:
     """Why a checkpoint is not complete, or None."""
     try:
         files = json.loads((folder / MARKER_FILE).read_bytes())["files"]
+        if not isinstance(files, dict) or STATE_FILE not in files:
+            raise ValueError(f"no list of files with {STATE_FILE}")
     except FileNotFoundError:
         return f"it lacks {MARKER_FILE}"
     except (ValueError, KeyError, TypeError):
-        return f"its {MARKER_FILE} is damaged"
-    if not isinstance(files, dict) or STATE_FILE not in files:
         return f"its {MARKER_FILE} is damaged"
     for name, size in files.items():
         path = folder / name

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -33,12 +34,16 @@ def find_method(name: str) -> type[AdvantageEstimator]:
     return METHODS[key]
 
 
-def _import_method(path: str) -> type[AdvantageEstimator]:
-    module_name, class_name = path.split(":", 1)
+def import_object(module: str, name: str) -> Any:
+    """An object of a module, which may lie in the working directory."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    return getattr(importlib.import_module(module), name)
+
+
+def _import_method(path: str) -> type[AdvantageEstimator]:
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = import_object(*path.split(":", 1))
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"The method should be an importable package.module:Class, found {path!r} ({error}): check the path."

@@ -1,15 +1,14 @@
 """Reward functions: plain TRL ones, which work with a stock `GRPOTrainer` too."""
 
-import importlib
-import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
 from trl import rewards as trl_rewards
+
+from grpo_ext.resolution import import_object
 
 
 def last_boxed(text: str) -> str | None:
@@ -87,10 +86,8 @@ def find_reward(name: str) -> Callable:
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.rpartition(".")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        reward = getattr(importlib.import_module(module), function)
+        reward = import_object(module, function)
         if not callable(reward):
             raise ValueError("it is no function")
         return reward

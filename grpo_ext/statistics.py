@@ -85,4 +85,4 @@ def share_all_equal(values_PG: Tensor, tol: float = COLLAPSE_TOL) -> float:
 
 def batch_mean(values: Tensor) -> float:
     """Mean over all scored values in float64; NaN when there is none."""
-    return values.cpu().double().nanmean().item()
+    return values.cpu().double().nanmean().item()  # not every device has float64

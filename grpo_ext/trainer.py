@@ -220,9 +220,14 @@ class AdvantageGRPOTrainer(GRPOTrainer):
 
     def _exclude(self, output: dict[str, Any], excluded_N: Tensor) -> None:
         """Takes rows out of the loss and its normalisers, as if they had not been sampled."""
-        # TRL before 1.8 has neither term, nor these attributes.
-        has_bonus, has_auxiliary = vars(self).get("_entropy_bonus_enabled"), vars(self).get("aux_loss_enabled")
-        check_exclusion(self.loss_type, bool(has_bonus), bool(has_auxiliary))
+        # Not every version of TRL has each of these attributes; Liger had a loss of its own before 1.14.
+        settings = {"_entropy_bonus_enabled": False, "aux_loss_enabled": False, "use_liger_kernel": False} | vars(self)
+        other_terms = {
+            "entropy bonus": settings["_entropy_bonus_enabled"],
+            "auxiliary loss": settings["aux_loss_enabled"],
+            "inseparable KL term (`use_liger_kernel`)": settings["use_liger_kernel"] and self.beta != 0.0,
+        }
+        check_exclusion(self.loss_type, other_terms)
         num_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
         mask_rows(output, self._local_rows(excluded_N, output))
         num_kept_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
@@ -235,15 +240,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
             if self.beta == 0.0:
                 output["advantages"] = output["advantages"] * scale
             else:  # the KL term does not scale with the advantage
-                self._check_liger()
                 output[ROW_SCALE] = torch.tensor(scale, dtype=torch.float64)
-
-    def _check_liger(self) -> None:
-        if vars(self).get("use_liger_kernel"):  # TRL before 1.14 has a loss of its own for it
-            raise ValueError(
-                f"`use_liger_kernel` should be False where an estimator leaves rows out of `{self.loss_type}` with "
-                f"`beta={self.beta}`, found True: switch it off, or use `loss_type='dapo'`."
-            )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         loss = super()._compute_loss(model, inputs)

@@ -190,25 +190,21 @@ def read_number(given: dict[str, Any], name: str, default: int) -> int:
 
 def check_usage(run: Run) -> None:
     """Refuses settings that nothing would read."""
-    script, is_evaluated = run.script, run.training.eval_strategy != "no"
-    default = TrainArguments()
-    sources = ("dataset_config", "dataset_train_split", "dataset_test_split", "problem_column", "prompt_column")
-    for name in (*sources, "answer_column"):
-        if (
-            script.dataset_name is None
-            and script.eval_dataset_name is None
-            and vars(script)[name] != vars(default)[name]
-        ):
-            refuse(name, "come with `--dataset_name`, found the embedded task", "drop it, or name a data set")
+    script, is_evaluated, default = run.script, run.training.eval_strategy != "no", TrainArguments()
+    parts = ("dataset_config", "dataset_train_split", "dataset_test_split")
+    columns = ("problem_column", "prompt_column", "answer_column")
+    changed = [name for name in (*parts, *columns) if vars(script)[name] != vars(default)[name]]
+    if changed and script.dataset_name is None and script.eval_dataset_name is None:
+        refuse(changed[0], "come with `--dataset_name`, found the embedded task", "drop it, or name a data set")
     if script.eval_dataset_name is not None and not is_evaluated:
         refuse("eval_dataset_name", "come with `--eval_strategy`, found none", "add `--eval_strategy steps`")
     if script.problem_column is not None and script.prompt_column is not None:
         refuse("prompt_column", "not stand beside `--problem_column`, found both", "drop one of the two")
     if script.dataset_name is None or not Path(script.dataset_name).is_file():
         return
-    for name in ("dataset_config", "dataset_train_split", "dataset_test_split"):
-        if vars(script)[name] != vars(default)[name]:
-            refuse(name, f"name a part of a Hub data set or folder, found the file {script.dataset_name}", "drop it")
+    if changed and changed[0] in parts:
+        found = f"found the file {script.dataset_name}"
+        refuse(changed[0], f"name a part of a Hub data set or folder, {found}", "drop it")
     if is_evaluated and script.eval_dataset_name is None:
         refuse("eval_dataset_name", "name a second file where the data set is a single one, found none", "add one")
 

@@ -66,9 +66,10 @@ def pick(name: str, kind: object, default: Component, given: dict[str, Any]) -> 
     options = dict(choices(kind) or {})
     own = next((key for key, option in options.items() if option is type(default)), snake_case(type(default).__name__))
     options.setdefault(own, type(default))
-    chosen = str(given.get(name) or own).replace("-", "_")
+    wanted = str(given.get(name) or own)
+    chosen = wanted.replace("-", "_")
     if chosen not in options and isinstance(default, AdvantageEstimator):
-        return chosen, find_method(chosen)
+        return wanted, find_method(wanted)
     if chosen not in options:
         raise ValueError(f"`--{name}` should be one of {', '.join(options)}, found {chosen!r}: pick one of these.")
     return chosen, options[chosen]
@@ -87,9 +88,8 @@ def collect(component: type[Component], given: dict[str, Any], prefix: str = "")
         text = {"help": f"[{component.__name__}] {texts.get(field.name, '')}".replace("%", "%%")}
         options = choices(kind)
         if options is None:
-            default = {"default": field.default} if field.default_factory is dataclasses.MISSING else {}
-            factory = {} if default else {"default_factory": field.default_factory}
-            flags.append((name, kind, dataclasses.field(**default, **factory, metadata=text)))
+            default = {"default": field.default, "default_factory": field.default_factory}
+            flags.append((name, kind, dataclasses.field(**default, metadata=text)))
             continue
         chosen, picked = pick(name, kind, field.default_factory(), given)
         text["help"] += f" One of {', '.join(options)}."

@@ -6,7 +6,6 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -22,7 +21,7 @@ from grpo_ext.testbed.arithmetic import make_problems
 from grpo_ext.trainer import AdvantageGRPOTrainer
 
 
-def load_data(run: Run, split: str, name: str | None) -> Dataset:
+def load_data(run: Run, split: str, name: str | None, conversational: bool) -> Dataset:
     """Prompts of a split of the data set, or of the embedded arithmetic."""
     script = run.script
     if name is None:
@@ -31,10 +30,9 @@ def load_data(run: Run, split: str, name: str | None) -> Dataset:
         )
     else:
         rows = load_split(name, split, script.dataset_config if name == script.dataset_name else None)
-    tokenizer = load_tokenizer(run)
     prompts, num_skipped = to_prompts(
         rows,
-        conversational=tokenizer.chat_template is not None,
+        conversational=conversational,
         problem_column=script.problem_column,
         prompt_column=script.prompt_column,
         answer_column=script.answer_column,
@@ -50,12 +48,12 @@ def trusts_remote_code(run: Run) -> bool:
     return bool(vars(run.training).get("trust_remote_code", vars(run.model).get("trust_remote_code", False)))
 
 
-def load_tokenizer(run: Run) -> Any:
-    """The model's tokenizer, to see whether it has a chat template."""
+def has_chat_template(run: Run) -> bool:
+    """Whether the model's tokenizer has a chat template, so that a problem becomes a user's message."""
     name = run.model.model_name_or_path
     settings = {"revision": run.model.model_revision, "trust_remote_code": trusts_remote_code(run)}
     try:
-        return AutoTokenizer.from_pretrained(name, **settings)
+        return AutoTokenizer.from_pretrained(name, **settings).chat_template is not None
     except OSError as error:
         raise ValueError(
             f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be loaded: "
@@ -67,11 +65,11 @@ def make_trainer(run: Run) -> AdvantageGRPOTrainer:
     """The trainer of a run, with our callbacks in the place of transformers' printing ones."""
     training, model = run.training, run.model
     check_usage(run)
+    is_chat = has_chat_template(run)
     test_split = None
     if training.eval_strategy != "no":
-        test_split = load_data(
-            run, run.script.dataset_test_split, run.script.eval_dataset_name or run.script.dataset_name
-        )
+        source = run.script.eval_dataset_name or run.script.dataset_name
+        test_split = load_data(run, run.script.dataset_test_split, source, is_chat)
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -86,7 +84,7 @@ def make_trainer(run: Run) -> AdvantageGRPOTrainer:
         model=model.model_name_or_path,
         reward_funcs=[find_reward(name) for name in run.script.reward_funcs],
         args=training,
-        train_dataset=load_data(run, run.script.dataset_train_split, run.script.dataset_name),
+        train_dataset=load_data(run, run.script.dataset_train_split, run.script.dataset_name, is_chat),
         eval_dataset=test_split,
         peft_config=get_peft_config(model),
         callbacks=[ProgressLines(), AdvantageCollapseCallback()],
