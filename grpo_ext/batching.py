@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
@@ -44,7 +45,9 @@ def count_loss_tokens(batch: dict[str, Any]) -> Tensor:
 
 
 def mask_rows(batch: dict[str, Any], excluded_B: Tensor) -> None:
-    """Takes every token of the excluded rows out of the loss masks, in place."""
-    for name in ("completion_mask", "tool_mask"):
-        if name in batch:
-            batch[name] = batch[name] * (~excluded_B).unsqueeze(1).to(batch[name])
+    """
+    Takes every token of the excluded rows out of the loss, in place. The model still reads them: log-probs of a row
+    that it cannot see would meet those kept from before in ratios that overflow.
+    """
+    mask_BT = batch.get("tool_mask", torch.ones_like(batch["completion_mask"]))
+    batch["tool_mask"] = mask_BT * (~excluded_B).unsqueeze(1).to(mask_BT)

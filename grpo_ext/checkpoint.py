@@ -1,11 +1,15 @@
 """The files we add to a checkpoint: the estimator's state, and a marker that the checkpoint is complete."""
 
+import hashlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 from transformers.utils import logging
 
 from grpo_ext.diagnostics import CollapseHistory
@@ -16,6 +20,13 @@ logger = logging.get_logger(__name__)
 STATE_FILE = "advantage_state.json"
 MARKER_FILE = "checkpoint_complete.json"
 FORMAT_VERSION = 1
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError)
+"""What reading a file of any content may raise."""
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, so that a single changed digit shows."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -42,7 +53,7 @@ def save_state(
         "collapse_history": history.state_dict(),
         "is_generation_boundary": is_generation_boundary,
     }
-    write_json(folder / STATE_FILE, content)
+    write_json(folder / STATE_FILE, content | {"sha256": checksum(content)})
 
 
 def plain_arguments(estimator: AdvantageEstimator) -> Any:
@@ -89,14 +100,14 @@ def read_state(folder: Path, identity: str) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_bytes())
-        version, found = content["format_version"], content["identity"]
-        missing = {"arguments", "state", "collapse_history", "is_generation_boundary"} - set(content)
-        if version == FORMAT_VERSION and missing:
-            raise ValueError(f"without {', '.join(sorted(missing))}")
-    except (ValueError, KeyError, TypeError) as error:
+        version, found, expected = content["format_version"], content["identity"], content.pop("sha256")
+        if version == FORMAT_VERSION and checksum(content) != expected:
+            raise ValueError("its content and its checksum differ")
+    except UNREADABLE as error:
+        reason = f"without {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"`{path}` should hold an estimator's state, found a damaged or truncated file ({error}): resume from "
-            "another checkpoint, or delete the file to start the estimator afresh."
+            f"`{path}` should hold an estimator's state, found a damaged or foreign file ({reason}): resume from "
+            "another checkpoint, or start the estimator afresh with `reset_advantage_state`."
         ) from error
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -106,7 +117,7 @@ def read_state(folder: Path, identity: str) -> dict[str, Any] | None:
     if found != identity:
         raise ValueError(
             f"`{path}` should hold the state of `{identity}`, found that of `{found}`: resume with the method that "
-            "wrote it, or delete the file to start the new one afresh."
+            "wrote it, or start the new one afresh with `reset_advantage_state`."
         )
     return content
 
@@ -121,26 +132,27 @@ def mark_complete(folder: Path) -> None:
     write_json(folder / MARKER_FILE, {"format_version": FORMAT_VERSION, "files": sizes})
 
 
-def find_damage(folder: Path) -> str | None:
-    """Why a checkpoint is not complete, or None."""
+def find_damage(folder: Path, needs_state: bool = True) -> str | None:
+    """Why a checkpoint is not complete, or None; without `needs_state` the estimator's file may be damaged."""
     try:
         files = json.loads((folder / MARKER_FILE).read_bytes())["files"]
-        if not isinstance(files, dict) or STATE_FILE not in files:
+        if STATE_FILE not in files:
             raise ValueError(f"no list of files with {STATE_FILE}")
+        found = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+        expected = {name: size for name, size in files.items() if needs_state or name != STATE_FILE}
     except FileNotFoundError:
         return f"it lacks {MARKER_FILE}"
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return f"its {MARKER_FILE} is damaged"
-    for name, size in files.items():
-        path = folder / name
-        if not path.exists():
+    for name, size in expected.items():
+        if name not in found:
             return f"it lacks {name}"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if found[name] != size:
+            return f"{name} has {found[name]} bytes instead of {size}"
     return None
 
 
-def newest_complete(output_dir: Path) -> tuple[Path, dict[Path, str]]:
+def newest_complete(output_dir: Path, needs_state: bool = True) -> tuple[Path, dict[Path, str]]:
     """
     The newest complete checkpoint of a run, and the newer ones that are not, with the reason.
 
@@ -150,7 +162,7 @@ def newest_complete(output_dir: Path) -> tuple[Path, dict[Path, str]]:
     folders = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     skipped: dict[Path, str] = {}
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        damage = find_damage(folder)
+        damage = find_damage(folder, needs_state)
         if damage is None:
             return folder, skipped
         skipped[folder] = damage
@@ -161,7 +173,9 @@ def newest_complete(output_dir: Path) -> tuple[Path, dict[Path, str]]:
     )
 
 
-def choose_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+def choose_checkpoint(
+    resume_from_checkpoint: str | bool | None, output_dir: str, reset_advantage_state: bool = False
+) -> str | None:
     """
     The checkpoint to resume from: for True the newest complete one, saying which newer ones are skipped and why.
 
@@ -169,9 +183,14 @@ def choose_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str
         `ValueError`: where there is none, or the named one has a marker that its files contradict.
     """
     if not resume_from_checkpoint:
+        if reset_advantage_state:
+            raise ValueError(
+                "`reset_advantage_state` should come with `resume_from_checkpoint`, found none: a new run starts "
+                "afresh anyway, drop it."
+            )
         return None
     if resume_from_checkpoint is True:
-        newest, skipped = newest_complete(Path(output_dir))
+        newest, skipped = newest_complete(Path(output_dir), not reset_advantage_state)
         for incomplete, reason in skipped.items():
             logger.warning(f"Skipping the incomplete checkpoint {incomplete}: {reason}.")
         return str(newest)
@@ -181,9 +200,41 @@ def choose_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str
             f"`resume_from_checkpoint` should be a checkpoint folder or true, found `{folder}`, which does not exist: "
             "check the path."
         )
-    damage = find_damage(folder) if (folder / MARKER_FILE).exists() else None
+    damage = find_damage(folder, not reset_advantage_state) if (folder / MARKER_FILE).exists() else None
     if damage is not None:
         raise ValueError(
             f"`{folder}` should be a complete checkpoint, found that {damage}: resume from an earlier one."
         )
     return str(folder)
+
+
+class SigtermCallback(JITCheckpointCallback):
+    """
+    Transformers' checkpoint on SIGTERM (`enable_jit_checkpoint`), at the end of the step and agreed on by all ranks.
+    Earlier in a step the estimator has seen a batch that a resumed run would sample again; and every rank hears the
+    signal at its own moment, so that ranks on their own could stop at different steps.
+    """
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        super().__init__()
+        self.jit_manager: CheckpointManager = manager
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: one rank may have heard of it later than another."""
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: the step is not complete."""
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Not here: its last step has ended before."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Where any rank was asked to, saves at once and stops training."""
+        accelerator = self.jit_manager.trainer.accelerator
+        requested = torch.tensor([self.jit_manager.is_checkpoint_requested], device=accelerator.device)
+        if not accelerator.gather(requested).any():
+            return
+        if control.should_evaluate:
+            logger.warning(f"SIGTERM: the evaluation of step {state.global_step} is left out to save in time.")
+        control.should_evaluate = False
+        control.should_save = control.should_training_stop = True

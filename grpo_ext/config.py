@@ -28,6 +28,9 @@ class AdvantageGRPOConfig(GRPOConfig):
             That function's value for a wrong answer.
         reward_max (`float`, *optional*, defaults to `1.0`):
             Its value for a right one.
+        reset_advantage_state (`bool`, *optional*, defaults to `False`):
+            Resume without the estimator's state and the collapse figures of the checkpoint: with another method on
+            purpose, or where the file is damaged. Drop it at the next resume.
 
     Raises:
         `ValueError`: where a value is out of range, or the generation batch does not hold whole groups.
@@ -45,6 +48,10 @@ class AdvantageGRPOConfig(GRPOConfig):
     )
     reward_min: float = field(default=0.0, metadata={"help": "The success reward's value for a wrong answer."})
     reward_max: float = field(default=1.0, metadata={"help": "The success reward's value for a right answer."})
+    reset_advantage_state: bool = field(
+        default=False,
+        metadata={"help": "Resume without the checkpoint's estimator state, to go on with another method on purpose."},
+    )
 
     def __post_init__(self) -> None:
         num_generations, extra = self.num_generations, self.num_extra_generations

@@ -1,8 +1,8 @@
 """`AdvantageGRPOTrainer`: TRL's `GRPOTrainer` with a place to change the advantage.
 
 The one file where TRL's shape shows, and long for that reason. It wraps methods of TRL and copies no body:
-`_calculate_rewards` and `_generate_and_score_completions` (the advantages), `_compute_loss` (rows left out of the
-loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
+`_generate`, `_calculate_rewards` and `_generate_and_score_completions` (the advantages), `_compute_loss` (rows left
+out of the loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
 """
 
 import copy
@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext.batching import ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
 from grpo_ext.callbacks import AdvantageCallback
-from grpo_ext.checkpoint import choose_checkpoint, load_state, mark_complete, save_state
+from grpo_ext.checkpoint import SigtermCallback, choose_checkpoint, load_state, mark_complete, save_state
 from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
 from grpo_ext.estimator import AdvantageEstimator
@@ -69,14 +70,23 @@ class AdvantageGRPOTrainer(GRPOTrainer):
         # TRL has taken its number; what is saved and logged is the user's.
         self.args.num_generations -= self.advantage_estimator.num_extra_generations
         self._success_column = self._find_success_column()
+        stock = self.pop_callback(JITCheckpointCallback)  # None unless `enable_jit_checkpoint`
+        if stock is not None:
+            self.add_callback(SigtermCallback(stock.jit_manager))
 
     # The advantages
+
+    def _generate(self, prompts: list) -> tuple:
+        output = super()._generate(prompts)
+        completion_ids, tool_mask = output[1], output[2]
+        self._lengths = [len(ids) for ids in completion_ids] if tool_mask is None else [sum(row) for row in tool_mask]
+        return output
 
     def _calculate_rewards(
         self, inputs: list[dict], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> Tensor:
         rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        lengths_B = torch.tensor([len(ids) for ids in completion_ids_list], device=self.accelerator.device)
+        lengths_B = torch.tensor(self._lengths, device=self.accelerator.device)
         self._gathered = rewards_NF, self.accelerator.gather(lengths_B)
         return rewards_NF
 
@@ -250,7 +260,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; `resume_from_checkpoint=True` takes the newest complete checkpoint of `output_dir`."""
-        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir, self._settings.reset_advantage_state)
         return super().train(folder, *args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -272,5 +282,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        if checkpoint is not None and self._settings.reset_advantage_state:
+            logger.warning(f"`{self.advantage_estimator.identity()}` starts afresh, as `reset_advantage_state` asks.")
+        elif checkpoint is not None:
             load_state(Path(checkpoint), self.advantage_estimator, self.collapse_history)

@@ -1,8 +1,12 @@
 """Resume equals never stopping; a checkpoint is complete or it is not one."""
 
+import contextlib
 import json
 import logging
+import random
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -76,12 +80,19 @@ def test_without_the_state_file_a_resumed_run_differs(tmp_path, warnings_seen):
     assert resumed.advantage_estimator.state_dict() != whole.advantage_estimator.state_dict()
 
 
-@pytest.fixture
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
     """A finished run with checkpoints at steps 1 and 2."""
-    args = make_args(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    folder = tmp_path_factory.mktemp("finished")
+    args = make_args(folder, max_steps=2, save_strategy="steps", save_steps=1)
     make_trainer(args, advantage_estimator=HADW()).train()
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def saved(finished, tmp_path):
+    """A copy of that run."""
+    return shutil.copytree(finished, tmp_path / "saved")
 
 
 def resume(folder, where, estimator=None):
@@ -96,13 +107,96 @@ def test_another_methods_state_is_refused(saved):
         resume(saved, str(saved / "checkpoint-2"), GRPO())
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[1, 2]"])
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "blank": lambda content: b" \n",
+    "truncated": lambda content: content[: len(content) // 2],
+    "last byte missing": lambda content: content[:-1],
+    "written twice": lambda content: content * 2,
+    "zeros": lambda content: bytes(len(content)),
+    "no text": lambda content: bytes(range(256)),
+    "a digit changed": lambda content: content.replace(b"1.3", b"1.4"),
+    "a list": lambda content: b"[1, 2]",
+    "null": lambda content: b"null",
+    "nested too deep": lambda content: b"[" * 100_000,
+    "another program's": lambda content: b'{"epoch": 1.0, "global_step": 2}',
+    "without a checksum": lambda content: re.sub(rb',\s*"sha256": "\w+"', b"", content),
+    "a foreign checksum": lambda content: re.sub(rb'"sha256": "\w+"', b'"sha256": 7', content),
+}
+
+
+def assert_refused(folder):
+    """In one sentence, and with the estimator as it was."""
+    estimator, history = HADW(), CollapseHistory()
+    with pytest.raises(ValueError, match=r"advantage_state.json` should (hold|have)") as caught:
+        checkpoint.load_state(folder, estimator, history)
+    assert re.search(r", found .*: (resume|start) ", str(caught.value), flags=re.DOTALL)
+    assert (estimator, history) == (HADW(), CollapseHistory())
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_state_file_is_named(saved, damage):
+    folder = saved / "checkpoint-2"
+    path = folder / checkpoint.STATE_FILE
+    content = path.read_bytes()
+    checkpoint.load_state(folder, HADW(), CollapseHistory())
+    path.write_bytes(damage(content))
+    assert path.read_bytes() != content
+    assert_refused(folder)
+
+
+def test_any_changed_byte_of_the_state_file_is_named(saved):
+    """White space aside, in which the same object is written."""
+    folder = saved / "checkpoint-2"
+    path, generator = folder / checkpoint.STATE_FILE, random.Random(0)
+    content = path.read_bytes()
+    for _ in range(300):
+        position, value = generator.randrange(len(content)), generator.randrange(256)
+        damaged = content[:position] + bytes([value]) + content[position + 1 :]
+        path.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            if json.loads(damaged) == json.loads(content):
+                continue
+        assert_refused(folder)
+
+
+def test_a_folder_in_the_place_of_the_state_file_is_named(saved):
+    folder = saved / "checkpoint-2"
+    (folder / checkpoint.STATE_FILE).unlink()
+    (folder / checkpoint.STATE_FILE).mkdir()
+    assert_refused(folder)
+
+
+def test_a_damaged_state_file_stops_a_resume_that_names_its_checkpoint(saved):
     path = saved / "checkpoint-2" / checkpoint.STATE_FILE
-    path.write_text(damage(path.read_text()))
-    (saved / "checkpoint-2" / checkpoint.MARKER_FILE).unlink()
-    with pytest.raises(ValueError, match=r"advantage_state.json` should hold an estimator's state, found a damaged"):
+    path.write_bytes(path.read_bytes().replace(b"1.3", b"1.4"))
+    with pytest.raises(ValueError, match="its content and its checksum differ"):
         resume(saved, str(saved / "checkpoint-2"))
+
+
+def test_another_method_on_purpose(saved, warnings_seen):
+    """`reset_advantage_state` starts the new method, and the collapse figures, afresh at the old weights and step."""
+    args = make_args(saved, max_steps=3, reset_advantage_state=True)
+    trainer = make_trainer(args, advantage_estimator=AVSPO(acr_threshold_init=0.3))
+    trainer.train(resume_from_checkpoint=True)
+    assert "StratifiedRewards)` starts afresh, as `reset_advantage_state` asks" in warnings_seen.text
+    assert trainer.state.global_step == 3
+    assert trainer.collapse_history.num_batches == trainer.advantage_estimator.num_batches == 1
+
+
+def test_a_reset_gets_past_a_damaged_state_file(saved):
+    path = saved / "checkpoint-2" / checkpoint.STATE_FILE
+    path.write_text("half")
+    for where in (True, str(path.parent)):
+        args = make_args(saved, max_steps=3, reset_advantage_state=True)
+        trainer = make_trainer(args, advantage_estimator=HADW())
+        trainer.train(resume_from_checkpoint=where)
+        assert len(trainer.advantage_estimator.anchor.accuracies) == 1
+
+
+def test_a_reset_without_a_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="`reset_advantage_state` should come with `resume_from_checkpoint`"):
+        make_trainer(make_args(tmp_path, reset_advantage_state=True)).train()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +221,8 @@ def test_values_of_the_wrong_kind_are_named_and_nothing_is_loaded(saved, keys, v
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    path.write_text(json.dumps(content))
+    del content["sha256"]
+    path.write_text(json.dumps(content | {"sha256": checkpoint.checksum(content)}))
     estimator, history = HADW(), CollapseHistory()
     with pytest.raises(ValueError, match=r"advantage_state.json` cannot be used. .* saved\."):
         checkpoint.load_state(saved / "checkpoint-2", estimator, history)

@@ -147,8 +147,9 @@ def test_official_token_count_keeps_the_pivots_tokens(tmp_path):
         trainer = make_trainer(args, advantage_estimator=MCGRPO(official_token_count=official))
         batch = generate(trainer)
         counts[official] = int(batch["num_items_in_batch"])
-        assert int((batch["completion_mask"].sum(dim=1) == 0).sum()) == 4
-        assert int(batch["completion_mask"].sum()) == counts[False]
+        tokens_B = (batch["completion_mask"] * batch["tool_mask"]).sum(dim=1)
+        assert int((tokens_B == 0).sum()) == 4
+        assert int(tokens_B.sum()) == counts[False]
     assert counts[True] > counts[False]
 
 
@@ -158,7 +159,7 @@ def test_nothing_is_excluded_in_evaluation(tmp_path):
     trainer.model.eval()
     inputs = [row for row in trainer.train_dataset.select(range(4)) for _ in range(4)]
     batch = trainer._generate_and_score_completions(inputs)
-    assert (batch["completion_mask"].sum(dim=1) > 0).all()
+    assert "tool_mask" not in batch
 
 
 @pytest.mark.parametrize(("setting", "value"), [("entropy_coef", 0.01), ("use_adaptive_entropy", True)])
@@ -174,4 +175,4 @@ def test_row_mean_losses_refuse_exclusion_beside_an_entropy_bonus(tmp_path, sett
 def test_plain_grpo_excludes_nothing(tmp_path):
     trainer = make_trainer(make_args(tmp_path, per_device_train_batch_size=16), even_digits, advantage_estimator=GRPO())
     batch = generate(trainer)
-    assert (batch["completion_mask"].sum(dim=1) > 0).all()
+    assert "tool_mask" not in batch

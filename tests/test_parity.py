@@ -77,6 +77,7 @@ def test_standard_deviations_are_trls_to_the_last_bit(shape):
 @pytest.mark.parametrize(
     ("method", "parameters"),
     [
+        ("_generate", ["self", "prompts"]),
         ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         ("_generate_and_score_completions", ["self", "inputs"]),
         ("_compute_loss", ["self", "model", "inputs"]),

@@ -112,6 +112,9 @@ def train(run: Run, trainer: AdvantageGRPOTrainer) -> None:
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
     seconds = time.perf_counter() - start
+    if trainer.state.global_step < trainer.state.max_steps:
+        steps = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
+        say(f"Stopped after {steps}: `--resume_from_checkpoint true` goes on from there.")
     trainer.save_model(run.training.output_dir)
     trainer.save_state()
     say(summary_table(trainer.state.log_history, seconds))
@@ -132,7 +135,8 @@ def is_ours(error: Exception) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; a mistake of the user's ends in one sentence and exit code 1."""
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+    for old_name in (".*gradient_checkpointing.*", "`torch.distributed.*` is deprecated.*"):
+        warnings.filterwarnings("ignore", message=old_name, category=FutureWarning)
     made: list[Path] = []
     is_set_up = False
     try:
