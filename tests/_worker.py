@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from _training import make_args, make_trainer
+from _training import DATA, make_args, make_trainer
 from accelerate import Accelerator, PartialState
 from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.advantages import AGRAE, AVSPO, HADW, METHODS, AdaptiveForgetting, UniformRewards
@@ -78,7 +79,8 @@ def digits(prompt: str, place: int) -> str:
 def write(prompts: list[str], trainer: AdvantageGRPOTrainer) -> dict[str, Any]:
     """A `rollout_func` in the sampler's place."""
     tokenizer, start = trainer.processing_class, trainer.accelerator.process_index * len(prompts)
-    places = [(start + row) % NUM_COMPLETIONS for row in range(len(prompts))]
+    size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    places = [(start + row) % size for row in range(len(prompts))]
     texts = [digits(prompt, place) for prompt, place in zip(prompts, places, strict=True)]
     completions = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return {
@@ -97,6 +99,17 @@ def digit_sum(prompts: list[str], completions: list[str], **kwargs: Any) -> list
     return rewards
 
 
+def keep_stock_advantages(trainer: GRPOTrainer, inputs: list[dict]) -> dict[str, Any]:
+    """TRL's own method, whose advantages ours replaces."""
+    output = generate_and_score(trainer, inputs)
+    trainer.stock_advantages = output["advantages"].clone()
+    return output
+
+
+generate_and_score = GRPOTrainer._generate_and_score_completions
+GRPOTrainer._generate_and_score_completions = keep_stock_advantages
+
+
 class Worker(AdvantageGRPOTrainer):
     """Keeps what every batch and micro-batch was made of."""
 
@@ -107,6 +120,8 @@ class Worker(AdvantageGRPOTrainer):
         super().__init__(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
         step = self.state.global_step
         self.loss_type = LOSSES[step]
         self.importance_sampling_level = "sequence" if self.loss_type == "luspo" else "token"
@@ -118,6 +133,8 @@ class Worker(AdvantageGRPOTrainer):
         return inputs
 
     def _compute_advantages(self, groups: RewardGroups) -> Tensor:
+        if not self.model.training:
+            return super()._compute_advantages(groups)
         each = self.advantage_estimator.estimators
         self.batches.append(
             {
@@ -133,6 +150,9 @@ class Worker(AdvantageGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        self.batches[-1]["stock"] = self.stock_advantages
         output["row"] = self._local_rows(torch.arange(NUM_ROWS), output)
         self.batches[-1] |= {name: output[name].clone() for name in ("row", "advantages", "num_items_in_batch")} | {
             "every": self.batches[-1]["advantages"]
@@ -140,6 +160,8 @@ class Worker(AdvantageGRPOTrainer):
         return output
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
         inputs = dict(inputs)
         row, step = inputs.pop("row"), self.state.global_step
         if step in self.divisors:
@@ -178,6 +200,8 @@ def run(folder: Path, num_processes: int, lora: bool, resume_from: Path | None, 
         num_generations=NUM_COMPLETIONS - 1,
         num_extra_generations=1,
         per_device_train_batch_size=NUM_ROWS // 2 // num_processes,
+        per_device_eval_batch_size=NUM_ROWS // num_processes,
+        num_generations_eval=NUM_COMPLETIONS,
         max_steps=NUM_LORA_STEPS if lora else NUM_STEPS,
         save_strategy="steps",
         save_steps=NUM_LORA_STEPS // 2 if lora else SAVE_STEPS,
@@ -199,13 +223,15 @@ def run(folder: Path, num_processes: int, lora: bool, resume_from: Path | None, 
     describe.trainer = trainer
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     trainer.save_model(str(folder / "model"))
+    evaluation = trainer.evaluate(DATA.select(range(10)))
     record = {
         "facts": describe.facts,
         "batches": trainer.batches,
         "micro_batches": trainer.micro_batches,
         "state": trainer.advantage_estimator.state_dict(),
         "history": trainer.collapse_history.state_dict(),
-        "log": trainer.state.log_history,
+        "evaluation": evaluation,
+        "log": [line for line in trainer.state.log_history if "loss" in line],
     }
     torch.save(record, folder / f"rank{trainer.accelerator.process_index}.pt")
     trainer.accelerator.wait_for_everyone()
