@@ -107,7 +107,6 @@ def keep_stock_advantages(trainer: GRPOTrainer, inputs: list[dict]) -> dict[str,
 
 
 generate_and_score = GRPOTrainer._generate_and_score_completions
-GRPOTrainer._generate_and_score_completions = keep_stock_advantages
 
 
 class Worker(AdvantageGRPOTrainer):
@@ -248,6 +247,7 @@ def main() -> None:
     found = make_args(folder).world_size  # after which accelerate knows its processes
     if found != num_processes:
         raise SystemExit(f"The launch should bring up {num_processes} processes, found {found}.")
+    GRPOTrainer._generate_and_score_completions = keep_stock_advantages
     divisors = torch.load(options.divisors) if options.divisors else {}
     if options.foreign:
         run(folder / "foreign", num_processes, False, options.foreign / f"checkpoint-{SAVE_STEPS}", divisors)

@@ -82,9 +82,11 @@ def assert_survives_kills(engine: str, folder: Path, num_kills: int, *options: o
     seconds = run_whole(engine, folder / "whole", *options)
     killed, log, moment = folder / "killed", folder / "killed.log", random.Random()
     saved = [0]
-    for _ in range(num_kills):
+    for number in range(num_kills):
         launch = train(engine, killed, *options)
         wait_for_training(launch, log)
+        while number == num_kills - 1 and not steps_saved(killed):
+            time.sleep(0.05)  # one kill at least has to find something to go on from
         time.sleep(moment.uniform(0, seconds / num_kills))
         everything = processes(launch)
         assert launch.poll() is None

@@ -1,6 +1,8 @@
 """`GRPO()` through our trainer equals TRL, and what we touch of TRL is where we left it."""
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from _training import (
     short_or_none,
     weights,
 )
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
@@ -83,10 +88,19 @@ def test_standard_deviations_are_trls_to_the_last_bit(shape):
         ("_compute_loss", ["self", "model", "inputs"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+        ("_get_output_dir", ["self", "trial"]),
     ],
 )
 def test_trl_has_the_methods_we_wrap(method, parameters):
     assert list(inspect.signature(getattr(GRPOTrainer, method)).parameters) == parameters
+
+
+def test_transformers_has_what_saves_on_sigterm(tmp_path):
+    trainer = make_trainer(make_args(tmp_path, enable_jit_checkpoint=True), trainer_class=StockRecorder)
+    callback = trainer.pop_callback(JITCheckpointCallback)
+    assert callback.jit_manager.trainer is trainer
+    assert callback.jit_manager.is_checkpoint_requested is False
+    callback.on_train_end(None, None, None)
 
 
 def test_trl_has_no_hook_of_our_name():
@@ -95,10 +109,28 @@ def test_trl_has_no_hook_of_our_name():
 
 
 def test_trl_has_the_keys_we_touch(tmp_path):
-    trainer = make_trainer(make_args(tmp_path, max_steps=1), trainer_class=StockRecorder)
+    trainer = make_trainer(make_args(tmp_path, max_steps=1, beta=0.1), trainer_class=StockRecorder)
     trainer.train()
+    names = "accelerator args state _step _metrics _logs loss_type beta num_iterations num_generations "
+    names += "num_generations_eval reward_weights reward_func_names callback_handler"
+    assert [name for name in names.split() if not hasattr(trainer, name)] == []
     batch = trainer._buffered_inputs[0]
     assert {"completion_ids", "completion_mask", "advantages", "num_items_in_batch"} <= set(batch)
     assert batch["num_items_in_batch"].dim() == 0
     assert {"advantages", "rewards"} <= set(trainer._logs)
     assert {"train", "eval"} <= set(trainer._metrics)
+
+
+def test_the_range_of_versions_is_stated_once():
+    """README and `make test-versions` name pyproject's range: from its lower bound to the version the tests use."""
+    root = Path(__file__).parents[1]
+    (supported,) = re.findall(r'"trl(>=[^"]*)"', (root / "pyproject.toml").read_text())
+    (pinned,) = re.findall(r"^trl==(.*)", (root / "constraints.txt").read_text(), flags=re.MULTILINE)
+    (line,) = re.findall(r"^TRL_VERSIONS := (.*)", (root / "Makefile").read_text(), flags=re.MULTILINE)
+    readme, versions = " ".join((root / "README.md").read_text().split()), line.split()
+    assert f"`trl{supported}`" in readme
+    assert f"TRL {', '.join(versions[:-1])} and {versions[-1]}." in readme
+    assert Version(versions[0]) == Version(supported.removeprefix(">=").split(",")[0] + ".0")
+    assert versions[-1] == pinned
+    assert len(versions) == 4
+    assert all(Version(version) in SpecifierSet(supported) for version in versions)

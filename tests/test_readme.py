@@ -30,7 +30,10 @@ def commands() -> list[str]:
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert {name for name, _ in BLOCKS} <= {"bash", "diff", "python", ""}
-    assert {command.split()[0] for command in commands()} <= {"make", "pip", "accelerate"}
+    assert {command.split()[0] for command in commands()} <= {"make", "pip", "accelerate", "python"}
+    assert [command.split()[2] for command in commands() if command.startswith("python")] == [
+        "deepspeed.checkpoint.ds_to_universal"  # `test_scale_out.py` runs it
+    ]
 
 
 @pytest.mark.parametrize("block", blocks("python"))

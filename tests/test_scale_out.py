@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from _launch import CONFIGS, ROOT, environment, finish, start
-from _worker import SAVE_STEPS
+from _worker import LOSSES, SAVE_STEPS
 from accelerate.commands.config.config_args import load_config_from_file
 
 README = (ROOT / "README.md").read_text()
@@ -186,5 +186,5 @@ def test_zero3_resumes_with_another_number_of_processes_once_converted(tmp_path)
     found = torch.load(tmp_path / "alone" / "foreign" / "rank0.pt", weights_only=False)
     assert found["state"] == expected["state"]
     assert found["history"] == expected["history"]
-    for ours, reference in zip(found["log"][SAVE_STEPS:], expected["log"][SAVE_STEPS:], strict=True):
-        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-2)
+    for step in range(SAVE_STEPS, LOSSES.index("bnpo")):  # whose value is that of its micro-batches
+        assert found["log"][step]["grad_norm"] == pytest.approx(expected["log"][step]["grad_norm"], rel=1e-3)
