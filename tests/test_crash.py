@@ -86,6 +86,7 @@ def assert_survives_kills(engine: str, folder: Path, num_kills: int, *options: o
         launch = train(engine, killed, *options)
         wait_for_training(launch, log)
         while number == num_kills - 1 and not steps_saved(killed):
+            assert launch.poll() is None
             time.sleep(0.05)  # one kill at least has to find something to go on from
         time.sleep(moment.uniform(0, seconds / num_kills))
         everything = processes(launch)
