@@ -41,13 +41,15 @@ check: lint types test ## all that has to be green: lint, types, tests
 check-long: check ## check, and the slow repetitions
 	$(BIN)/pytest -m slow
 
-test-versions: ## the seam's tests with each supported version of TRL, in a throwaway environment
-	@for version in $(TRL_VERSIONS); do \
-		rm -rf .venv-trl && $(PYTHON) -m venv .venv-trl && grep -v '^trl==' constraints.txt > .venv-trl/constraints.txt && \
-		.venv-trl/bin/pip install --quiet --constraint .venv-trl/constraints.txt --editable '.[dev]' "trl==$$version" && \
-		echo "TRL $$version" && .venv-trl/bin/pytest -q -o filterwarnings= -W ignore -m 'not slow and not gpu' $(SEAM_TESTS) \
-		|| { echo "TRL $$version failed"; exit 1; }; \
-	done; rm -rf .venv-trl
+test-versions: $(TRL_VERSIONS:%=test-trl-%) ## the seam's tests with each supported version of TRL
+
+test-trl-%:
+	rm -rf .venv-trl
+	$(PYTHON) -m venv .venv-trl
+	grep -v '^trl==' constraints.txt > .venv-trl/constraints.txt
+	.venv-trl/bin/pip install --quiet --constraint .venv-trl/constraints.txt --editable '.[dev]' trl==$*
+	.venv-trl/bin/pytest -q -o filterwarnings= -W ignore -m 'not slow and not gpu' $(SEAM_TESTS)
+	rm -rf .venv-trl
 
 gpu: install ## parity, resume, bf16 and ZeRO-3 on the CUDA devices of this machine; writes outputs/gpu.md
 	$(BIN)/pytest -rs -m gpu tests/test_gpu.py

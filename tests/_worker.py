@@ -26,6 +26,7 @@ from grpo_ext.groups import RewardGroups
 
 NUM_COMPLETIONS = 4  # with five prompts a batch, the middle group lies on both of two ranks
 NUM_ROWS = 5 * NUM_COMPLETIONS
+NUM_MICRO_BATCHES = 4  # two ranks, two each
 
 
 def every_method() -> list[AdvantageEstimator]:
@@ -139,7 +140,7 @@ class Worker(AdvantageGRPOTrainer):
             {
                 "rewards": groups.rewards_PG.clone(),
                 "lengths": groups.lengths_PG.clone(),
-                "advantages": [estimator.estimate(groups) for estimator in each],
+                "every": [estimator.estimate(groups) for estimator in each],
                 "excluded": [estimator.excluded(groups) for estimator in each],
                 "metrics": [estimator.metrics(groups) for estimator in each],
                 "state": self.advantage_estimator.state_dict(),
@@ -151,11 +152,9 @@ class Worker(AdvantageGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        self.batches[-1]["stock"] = self.stock_advantages
         output["row"] = self._local_rows(torch.arange(NUM_ROWS), output)
-        self.batches[-1] |= {name: output[name].clone() for name in ("row", "advantages", "num_items_in_batch")} | {
-            "every": self.batches[-1]["advantages"]
-        }
+        self.batches[-1] |= {name: output[name].clone() for name in ("row", "advantages", "num_items_in_batch")}
+        self.batches[-1]["stock"] = self.stock_advantages
         return output
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -166,8 +165,8 @@ class Worker(AdvantageGRPOTrainer):
         if step in self.divisors:
             # Row i of micro-batch m has the gradient A_i G_i / D_m. Here D_m is dapo's token count; elsewhere it was
             # bnpo's, averaged over all micro-batches.
-            self.loss_type, num_micro_batches = "dapo", len(self.divisors[step].unique())
-            factor = inputs["num_items_in_batch"] / (num_micro_batches * self.divisors[step][row])
+            self.loss_type = "dapo"
+            factor = inputs["num_items_in_batch"] / (NUM_MICRO_BATCHES * self.divisors[step][row])
             inputs["advantages"] = inputs["advantages"] * factor
         loss = super()._compute_loss(model, inputs)
         self.micro_batches.append({"step": step, "row": row, "tokens": count_loss_tokens(inputs)})
@@ -207,6 +206,7 @@ def run(folder: Path, num_processes: int, lora: bool, resume_from: Path | None, 
         adam_epsilon=1.0,  # nearly linear in the gradient: what differs by rounding stays so
         learning_rate=0.02,
         max_grad_norm=0.0,
+        model_init_kwargs={"device_map": None},  # TRL 1.6 takes two CPU processes for one
     )
     describe = Describe()
     trainer = make_trainer(

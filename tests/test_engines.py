@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from _launch import command, environment, finish, start
-from _worker import LOSSES, NUM_COMPLETIONS, NUM_LORA_STEPS, NUM_ROWS, NUM_STEPS, SAVE_STEPS, every_method
+from _worker import (
+    LOSSES,
+    NUM_COMPLETIONS,
+    NUM_LORA_STEPS,
+    NUM_MICRO_BATCHES,
+    NUM_ROWS,
+    NUM_STEPS,
+    SAVE_STEPS,
+    every_method,
+)
 from safetensors.torch import load_file
 
 from grpo_ext.advantages import GRPO
@@ -212,9 +221,9 @@ def test_losses_are_their_formulas(launches, engine):
     advantages_N = torch.cat([record["batches"][BNPO_STEP]["advantages"] for record in records])
     tokens_N = records[0]["batches"][BNPO_STEP]["lengths"].flatten()
     micro_batches = [part["row"] for record in records for part in record["micro_batches"] if part["step"] == BNPO_STEP]
-    assert len(micro_batches) == 4
+    assert len(micro_batches) == NUM_MICRO_BATCHES
     means = [-(advantages_N[row] * tokens_N[row]).sum() / tokens_N[row].sum() for row in micro_batches]
-    assert log[BNPO_STEP]["loss"] == pytest.approx(sum(means).item() / 4, rel=1e-4)
+    assert log[BNPO_STEP]["loss"] == pytest.approx(sum(means).item() / NUM_MICRO_BATCHES, rel=1e-4)
     overall = -(advantages_N * tokens_N).sum().item() / tokens_N.sum().item()
     assert log[BNPO_STEP]["loss"] != pytest.approx(overall, rel=1e-3)
 
