@@ -10,11 +10,12 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue             # after a preemption the job starts again and resumes
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@180     # three minutes before the end: finish the step, save, exit
+#SBATCH --signal=TERM@180     # three minutes before the time limit: finish the step, save, end; submit it again
 set -euo pipefail
 
-if [[ " $*" == *" --output_dir"* ]]; then
-    echo "error: The output directory should follow from the job's name, found --output_dir: use sbatch --job-name." >&2
+if [[ " $*" == *" --output_dir"* || " $*" == *" --resume_from_checkpoint"* ]]; then
+    echo "error: The output directory should follow from the job's name, and what to resume from that directory," \
+        "found --output_dir or --resume_from_checkpoint: use sbatch --job-name." >&2
     exit 1
 fi
 output_dir=outputs/$SLURM_JOB_NAME
@@ -23,12 +24,13 @@ if compgen -G "$output_dir/checkpoint-*/checkpoint_complete.json" > /dev/null; t
     resume=(--resume_from_checkpoint true)
 fi
 
-export MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MAIN_PORT=$((20000 + SLURM_JOB_ID % 10000))
-export NUM_PROCESSES=$((SLURM_NNODES * ${SLURM_GPUS_ON_NODE:-8}))
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170   # seconds that the launcher leaves its processes to save
+MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MAIN_PORT=$((20000 + SLURM_JOB_ID % 10000))
+NUM_PROCESSES=$((SLURM_NNODES * ${SLURM_GPUS_ON_NODE:-8}))
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170   # seconds that the launcher leaves its processes to save
+export MAIN_ADDRESS MAIN_PORT NUM_PROCESSES TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 
 srun bash -c 'exec accelerate launch --config_file accelerate_configs/zero3_multinode.yaml \
     --num_machines "$SLURM_NNODES" --num_processes "$NUM_PROCESSES" --machine_rank "$SLURM_NODEID" \
     --main_process_ip "$MAIN_ADDRESS" --main_process_port "$MAIN_PORT" "$@"' launch \
-    examples/train.py --output_dir "$output_dir" --enable_jit_checkpoint true "$@" "${resume[@]}"
+    examples/train.py --output_dir "$output_dir" --enable_jit_checkpoint true "$@" ${resume[@]+"${resume[@]}"}

@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 from transformers.utils import logging
@@ -16,6 +19,8 @@ from grpo_ext.diagnostics import CollapseHistory
 from grpo_ext.estimator import AdvantageEstimator
 
 logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
 
 STATE_FILE = "advantage_state.json"
 MARKER_FILE = "checkpoint_complete.json"
@@ -43,13 +48,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def save_state(
     folder: Path, estimator: AdvantageEstimator, history: CollapseHistory, is_generation_boundary: bool
 ) -> None:
-    """Writes `advantage_state.json`; a marker that an earlier run left in the folder no longer holds."""
+    """
+    Writes `advantage_state.json`; a marker that an earlier run left in the folder no longer holds.
+
+    Raises:
+        `ValueError`: where a resumed run could not read the estimator's state back as it is.
+    """
     (folder / MARKER_FILE).unlink(missing_ok=True)
     content = {
         "format_version": FORMAT_VERSION,
         "identity": estimator.identity(),
         "arguments": plain_arguments(estimator),
-        "state": estimator.state_dict(),
+        "state": plain_state(estimator),
         "collapse_history": history.state_dict(),
         "is_generation_boundary": is_generation_boundary,
     }
@@ -61,6 +71,41 @@ def plain_arguments(estimator: AdvantageEstimator) -> Any:
     return json.loads(json.dumps(estimator.arguments(), default=repr))
 
 
+def plain_state(estimator: AdvantageEstimator) -> dict[str, Any]:
+    """The estimator's state, once it is sure that JSON gives it back."""
+    state = estimator.state_dict()
+    try:
+        restored = json.loads(json.dumps(state))
+        estimator.check_state(restored)
+        if restored != state:
+            raise ValueError(f"found {state}, which JSON turns into {restored}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"The state of `{estimator.identity()}` should be finite numbers, strings, and lists or dicts of them with "
+            f"strings as keys, so that a checkpoint can hold it ({error}): declare it so."
+        ) from error
+    return state
+
+
+def on_main_process(read: Callable[[], T]) -> T:
+    """
+    What `read` gives on the main process, on every rank: their views of a file system may differ.
+
+    Raises:
+        `ValueError`: on every rank, where `read` raises it.
+    """
+    outcome: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            outcome[0] = read()
+        except ValueError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
 def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHistory) -> None:
     """
     Restores what `save_state` wrote; says what differs from then.
@@ -68,7 +113,7 @@ def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHis
     Raises:
         `ValueError`: where the file is damaged, of another format, or another estimator's.
     """
-    content = read_state(folder, estimator.identity())
+    content = on_main_process(lambda: read_state(folder, estimator.identity()))
     if content is None:
         logger.warning(f"`{folder}` holds no {STATE_FILE}: the estimator starts afresh.")
         return
@@ -76,7 +121,7 @@ def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHis
         history.check_state(content["collapse_history"])  # before the estimator changes: both load, or neither
         estimator.load_state_dict(content["state"])
         history.load_state_dict(content["collapse_history"])
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"`{folder / STATE_FILE}` cannot be used. {error}") from error
     arguments = plain_arguments(estimator)
     if content["arguments"] != arguments:
@@ -127,7 +172,7 @@ def mark_complete(folder: Path) -> None:
     sizes = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MARKER_FILE
+        if path.is_file() and path.stem != Path(MARKER_FILE).stem  # nor what a kill left of an earlier marker
     }
     write_json(folder / MARKER_FILE, {"format_version": FORMAT_VERSION, "files": sizes})
 
@@ -225,8 +270,9 @@ class SigtermCallback(JITCheckpointCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Not here: the step is not complete."""
 
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Not here: its last step has ended before."""
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """A new training has not been asked to stop."""
+        self.is_stopping = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Where any rank was asked to, saves at once and stops training."""
@@ -236,5 +282,13 @@ class SigtermCallback(JITCheckpointCallback):
             return
         if control.should_evaluate:
             logger.warning(f"SIGTERM: the evaluation of step {state.global_step} is left out to save in time.")
+        self.jit_manager.is_checkpoint_requested, self.is_stopping = False, True
         control.should_evaluate = False
         control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Transformers ends the epoch even so; the checkpoint is written already."""
+        if self.is_stopping:
+            control.should_evaluate = control.should_save = False

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
@@ -20,7 +21,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext.batching import ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
 from grpo_ext.callbacks import AdvantageCallback
-from grpo_ext.checkpoint import SigtermCallback, choose_checkpoint, load_state, mark_complete, save_state
+from grpo_ext.checkpoint import (
+    SigtermCallback,
+    choose_checkpoint,
+    load_state,
+    mark_complete,
+    on_main_process,
+    save_state,
+)
 from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
 from grpo_ext.estimator import AdvantageEstimator
@@ -229,7 +237,10 @@ class AdvantageGRPOTrainer(GRPOTrainer):
     # Rows left out of the loss
 
     def _exclude(self, output: dict[str, Any], excluded_N: Tensor) -> None:
-        """Takes rows out of the loss and its normalisers, as if they had not been sampled."""
+        """
+        Takes rows out of the loss and its normalisers, as if they had not been sampled; only the router statistics of
+        an auxiliary loss still see them.
+        """
         # Not every version of TRL has each of these attributes; Liger had a loss of its own before 1.14.
         settings = {"_entropy_bonus_enabled": False, "aux_loss_enabled": False, "use_liger_kernel": False} | vars(self)
         other_terms = {
@@ -244,7 +255,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
         num_rows = int(excluded_N.sum())
         self._log_metrics({"excluded/rows": float(num_rows), "excluded/tokens": float(num_tokens - num_kept_tokens)})
         if not self.advantage_estimator.count_excluded_tokens:
-            output["num_items_in_batch"] = num_kept_tokens
+            output["num_items_in_batch"] = output["num_items_in_batch"] - num_tokens + num_kept_tokens
         if self.loss_type in ROW_MEAN_LOSSES:
             scale = len(excluded_N) / max(1, len(excluded_N) - num_rows)
             if self.beta == 0.0:
@@ -260,7 +271,8 @@ class AdvantageGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; `resume_from_checkpoint=True` takes the newest complete checkpoint of `output_dir`."""
-        folder = choose_checkpoint(resume_from_checkpoint, self.args.output_dir, self._settings.reset_advantage_state)
+        reset = self._settings.reset_advantage_state
+        folder = on_main_process(lambda: choose_checkpoint(resume_from_checkpoint, self.args.output_dir, reset))
         return super().train(folder, *args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -276,6 +288,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)  # with the limit
             mark_complete(folder)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(str(folder.parent), limit, best_model_checkpoint=best, use_mtime=True)

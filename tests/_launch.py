@@ -15,8 +15,9 @@ ENGINES = {"one": "single", "ddp": "ddp", "zero2": "zero2", "zero3": "zero3_cpu"
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, no network, DeepSpeed on the CPU."""
+    """One thread a process, no network, no GPU."""
     own = {
+        "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

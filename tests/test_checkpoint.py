@@ -7,11 +7,12 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from _training import Recorder, equal_weights, even_digits, make_args, make_trainer, weights
+from _training import DATA, Recorder, equal_weights, even_digits, make_args, make_trainer, weights
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from grpo_ext import checkpoint
@@ -280,6 +281,66 @@ def test_arguments_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path):
     checkpoint.save_state(tmp_path, Odd(), CollapseHistory(), True)
     content = checkpoint.read_state(tmp_path, "Odd")
     assert content["arguments"] == checkpoint.plain_arguments(Odd())
+
+
+@pytest.mark.parametrize("kept", [{2: 0.5}, {"a": (1, 2)}, {"a": float("nan")}, {"a": torch.tensor(1.0)}], ids=str)
+def test_a_state_that_a_checkpoint_cannot_hold_is_an_error_at_the_first_one(tmp_path, kept):
+    @dataclass
+    class Odd(GRPO):
+        kept: dict = field(init=False, default_factory=lambda: kept)
+
+    with pytest.raises(ValueError, match=r"The state of `Odd` should be finite numbers, .*: declare it so"):
+        checkpoint.save_state(tmp_path, Odd(), CollapseHistory(), True)
+
+
+def test_what_a_kill_left_of_an_earlier_marker_is_no_part_of_the_checkpoint(saved):
+    folder = saved / "checkpoint-2"
+    for name in (checkpoint.MARKER_FILE, checkpoint.STATE_FILE):
+        (folder / name).with_suffix(".tmp").write_text("half")
+    (folder / checkpoint.MARKER_FILE).unlink()
+    checkpoint.save_state(folder, HADW(), CollapseHistory(), True)
+    checkpoint.mark_complete(folder)
+    assert checkpoint.find_damage(folder) is None
+
+
+def test_the_saved_arguments_are_the_users(tmp_path):
+    args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, save_total_limit=3)
+    make_trainer(args).train()
+    assert torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False).save_total_limit == 3
+
+
+def test_sigterm_saves_once_and_leaves_the_evaluation_out(tmp_path, monkeypatch, warnings_seen):
+    """Also where transformers would save and evaluate at the end of the epoch; another training starts unasked."""
+    settings = {"save_strategy": "epoch", "eval_strategy": "epoch", "per_device_eval_batch_size": 8}
+    args = make_args(tmp_path, max_steps=-1, num_train_epochs=1, enable_jit_checkpoint=True, **settings)
+    trainer = make_trainer(args, eval_dataset=DATA.select(range(8)), train_dataset=DATA.select(range(16)))
+    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, checkpoint.SigtermCallback)]
+    done = []
+    monkeypatch.setattr(trainer, "evaluate", lambda *args, **kwargs: done.append("evaluated") or {"eval_loss": 0.0})
+    save = trainer._save_checkpoint
+    monkeypatch.setattr(trainer, "_save_checkpoint", lambda *args: done.append("saved") or save(*args))
+
+    class Ask(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            callback.jit_manager.is_checkpoint_requested = state.global_step == 1 and not done
+
+    trainer.add_callback(Ask())
+    trainer.train()
+    assert (trainer.state.global_step, done) == (2, ["saved"])
+    assert checkpoint.find_damage(tmp_path / "checkpoint-2") is None
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert done == ["saved", "evaluated", "saved"]
+
+
+def test_sigterm_says_which_evaluation_it_leaves_out(tmp_path, monkeypatch, warnings_seen):
+    args = make_args(tmp_path, enable_jit_checkpoint=True, eval_strategy="steps", eval_steps=1)
+    trainer = make_trainer(args, eval_dataset=DATA.select(range(8)))
+    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, checkpoint.SigtermCallback)]
+    callback.jit_manager.is_checkpoint_requested = True
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert "the evaluation of step 1 is left out" in warnings_seen.text
 
 
 def test_a_changed_file_contradicts_the_marker(saved):

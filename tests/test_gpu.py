@@ -1,9 +1,12 @@
 """What only a CUDA device shows: `make gpu` runs these on the devices present and writes `outputs/gpu.md`."""
 
+import gc
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +24,9 @@ from _training import (
     weights,
 )
 from test_crash import RUN, outcome
+from trl import GRPOTrainer
 
+from grpo_ext import AdvantageGRPOConfig
 from grpo_ext.advantages import HADW, METHODS
 from grpo_ext.groups import RewardGroups
 
@@ -79,39 +84,58 @@ def test_methods_give_the_cpus_numbers(report, method):
     report(f"{method} against the CPU, largest difference", f"{worst:.1e}")
 
 
+def one_device(folder: Path, precision: str, **settings: Any) -> AdvantageGRPOConfig:
+    """Arguments of a training in this process, on the first of the devices."""
+    args = make_args(folder, **PRECISIONS[precision], **settings)
+    assert args.device.type == DEVICE
+    args._n_gpu = 1
+    return args
+
+
+def train_and_measure(trainer_class: type[GRPOTrainer], args: AdvantageGRPOConfig) -> dict[str, Any]:
+    """What a training gave and took; nothing of it stays on the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(args, [even_digits, short_or_none], trainer_class)
+    trainer.train()
+    return {
+        "advantages": trainer.recorded,
+        "weights": {name: value.cpu() for name, value in weights(trainer).items()},
+        "seconds": statistics.median(log["step_time"] for log in trainer.state.log_history[2:-1]),
+        "memory": torch.cuda.max_memory_allocated(),
+    }
+
+
 @every_precision
 def test_grpo_equals_trl_and_costs_as_much(report, tmp_path, precision):
-    """Advantages of each batch bit for bit; time per step and peak memory as ratios."""
-    runs, seconds, memory = [], [], []
-    for trainer_class in (StockRecorder, Recorder):
-        args = make_args(tmp_path, max_steps=8, reward_weights=[1.0, 0.5], **PRECISIONS[precision])
-        torch.cuda.reset_peak_memory_stats()
-        trainer = make_trainer(args, [even_digits, short_or_none], trainer_class)
-        trainer.train()
-        runs.append(trainer)
-        memory.append(torch.cuda.max_memory_allocated())
-        seconds.append(statistics.median(log["step_time"] for log in trainer.state.log_history[2:-1]))
-    stock, ours = runs
-    assert torch.equal(stock.recorded[0], ours.recorded[0])
-    assert stock.recorded[0].any()
-    is_equal = all(torch.equal(one, other) for one, other in zip(stock.recorded, ours.recorded, strict=True))
-    same_weights = equal_weights(weights(stock), weights(ours))
+    """Advantages of the first batch bit for bit; time per step and peak memory as ratios."""
+    args = one_device(tmp_path, precision, max_steps=8, reward_weights=[1.0, 0.5])
+    stock, ours = (train_and_measure(trainer_class, args) for trainer_class in (StockRecorder, Recorder))
+    assert stock["advantages"][0].any()
+    assert torch.equal(stock["advantages"][0], ours["advantages"][0])  # later ones as far as the kernels repeat
+    is_equal = all(torch.equal(*pair) for pair in zip(stock["advantages"], ours["advantages"], strict=True))
+    same_weights = equal_weights(stock["weights"], ours["weights"])
     report(f"{precision}: advantages of 8 batches, weights equal TRL's bit for bit", f"{is_equal}, {same_weights}")
-    report(f"{precision}: seconds per step, ours / TRL's", f"{seconds[1] / seconds[0]:.2f}")
-    report(f"{precision}: peak memory, ours / TRL's", f"{memory[1] / max(1, memory[0]):.3f}")
+    for name in ("seconds", "memory"):
+        report(f"{precision}: {name}, ours / TRL's", f"{ours[name] / stock[name]:.3f}")
+    assert ours["memory"] < 1.05 * stock["memory"]
 
 
 @every_precision
 def test_resume_equals_never_stopping(report, tmp_path, precision):
-    """State and the advantages of the batch after the checkpoint; later ones as far as the kernels repeat."""
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **PRECISIONS[precision]}
+    """The batch after the checkpoint bit for bit; later ones as far as the kernels repeat."""
     runs = []
     for resume_from in (None, str(tmp_path / "checkpoint-2")):
-        runs.append(make_trainer(make_args(tmp_path, **settings), even_digits, Recorder, advantage_estimator=HADW()))
+        args = one_device(tmp_path, precision, max_steps=4, save_strategy="steps", save_steps=2)
+        runs.append(make_trainer(args, even_digits, Recorder, advantage_estimator=HADW()))
         runs[-1].train(resume_from_checkpoint=resume_from)
     whole, resumed = runs
     assert torch.equal(whole.recorded[2], resumed.recorded[0])
-    is_equal = whole.advantage_estimator.state_dict() == resumed.advantage_estimator.state_dict()
+    accuracies = [trainer.advantage_estimator.anchor.accuracies for trainer in runs]
+    assert accuracies[0][:3] == accuracies[1][:3]
+    assert len(accuracies[0]) == len(accuracies[1]) == resumed.collapse_history.num_batches == 4
+    is_equal = accuracies[0] == accuracies[1]
     report(
         f"{precision}: state, weights after resuming", f"{is_equal}, {equal_weights(weights(whole), weights(resumed))}"
     )
@@ -119,22 +143,24 @@ def test_resume_equals_never_stopping(report, tmp_path, precision):
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
 def test_engines_train_save_and_resume(report, tmp_path, engine):
-    """The command line on all devices present; the resumed run ends in the state of the whole one."""
+    """The command line on all devices present: as many processes, each with its part of the state."""
     num_devices = max(1, torch.cuda.device_count())
     if engine == "ddp" and num_devices == 1:
         pytest.skip("torch.distributed needs two devices")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{engine}.yaml")]
     script = [*launch, "--num_processes", str(num_devices), str(ROOT / "examples" / "train.py"), *map(str, RUN)]
     cuda = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
-    for name, options in (
-        ("whole", []),
-        ("resumed", ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]),
-    ):
+    cuda["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    start_from = {"whole": [], "resumed": ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]}
+    for name, options in start_from.items():
         run = [*script, "--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path / name), *options]
         done = subprocess.run(run, cwd=ROOT, env=cuda, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
-    assert engine == "ddp" or (tmp_path / "whole" / "checkpoint-2" / "global_step2").is_dir()  # DeepSpeed's own files
-    whole, resumed = outcome(tmp_path / "whole", 4), outcome(tmp_path / "resumed", 4)
-    assert whole["state"]["identity"] == resumed["state"]["identity"]
+        parts = list((tmp_path / name / "checkpoint-4").glob("global_step4/*optim_states.pt"))
+        assert len(parts) == (0 if engine == "ddp" else num_devices)
+    whole, resumed = (outcome(tmp_path / name, 4, num_devices) for name in start_from)
+    windows = [run["state"]["state"]["anchor"]["accuracies"] for run in (whole, resumed)]
+    assert windows[0][0] == windows[1][0]  # of the three batches in the window, the first is the checkpoint's
+    assert resumed["state"]["collapse_history"]["num_batches"] == 4
     is_equal = whole["state"] == resumed["state"]
     report(f"{engine} on {num_devices}: state, log after resuming", f"{is_equal}, {whole['steps'] == resumed['steps']}")

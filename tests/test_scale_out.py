@@ -58,9 +58,9 @@ def test_the_table_has_a_command_for_each_file():
     assert "`sbatch --job-name avspo examples/slurm.sh --method avspo`" in TABLE
 
 
-def test_a_forgotten_number_of_processes_is_an_error():
-    command = next(command for command in COMMANDS if config_of(command) == "zero3")
-    words = launch_of(command)
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero3_offload", "fsdp2", "zero3_multinode"])
+def test_a_forgotten_number_of_processes_is_an_error(name):
+    words = launch_of(next(command for command in COMMANDS if config_of(command) == name))
     place = words.index("--num_processes")
     del words[place : place + 2]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
@@ -132,8 +132,9 @@ def slurm(folder: Path, *options: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_slurm_script_refuses_another_output_directory(tmp_path):
-    done = slurm(tmp_path, "--output_dir", "elsewhere")
+@pytest.mark.parametrize("option", ["--output_dir", "--resume_from_checkpoint"])
+def test_the_slurm_script_refuses_what_it_sets_itself(tmp_path, option):
+    done = slurm(tmp_path, option, "elsewhere")
     assert done.returncode == 1
     assert "use sbatch --job-name" in done.stderr
 
