@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +302,22 @@ def test_what_a_kill_left_of_an_earlier_marker_is_no_part_of_the_checkpoint(save
     checkpoint.save_state(folder, HADW(), CollapseHistory(), True)
     checkpoint.mark_complete(folder)
     assert checkpoint.find_damage(folder) is None
+
+
+@pytest.mark.parametrize(("result", "error"), [("found", None), (None, "nothing there")])
+def test_other_ranks_take_what_the_main_process_found(monkeypatch, result, error):
+    """Their own file system is not asked."""
+
+    def receive(outcome):
+        outcome[:] = [result, error]
+
+    monkeypatch.setattr(checkpoint, "PartialState", lambda: SimpleNamespace(is_main_process=False))
+    monkeypatch.setattr(checkpoint, "broadcast_object_list", receive)
+    if error is None:
+        assert checkpoint.on_main_process(pytest.fail) == "found"
+    else:
+        with pytest.raises(ValueError, match="nothing there"):
+            checkpoint.on_main_process(pytest.fail)
 
 
 def test_the_saved_arguments_are_the_users(tmp_path):

@@ -170,6 +170,17 @@ def test_sigterm_saves_and_the_run_goes_on_as_if_it_had_not_come(tmp_path, engin
     assert_same_outcome(engine, folder, tmp_path / "whole", step + 3)
 
 
+def test_no_rank_waits_where_there_is_nothing_to_resume(tmp_path):
+    """The main process finds it out, and all of them end with its sentence."""
+    launch = train("ddp", tmp_path / "run", "--max_steps", 1, "--resume_from_checkpoint", "true")
+    try:
+        assert launch.wait(timeout=120) != 0
+    finally:
+        kill(launch)
+    text = (tmp_path / "run.log").read_text()
+    assert text.count("error: `resume_from_checkpoint` should find a complete checkpoint") == 2
+
+
 def test_an_outcome_of_one_process_is_none_of_two(tmp_path):
     """The comparisons above cannot pass on a launch that silently ran one process."""
     run_whole("one", tmp_path / "run", "--max_steps", 1, *EVERY_STEP)
