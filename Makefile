@@ -44,12 +44,12 @@ check-long: check ## check, and the slow repetitions
 test-versions: $(TRL_VERSIONS:%=test-trl-%) ## the seam's tests with each supported version of TRL
 
 test-trl-%:
-	rm -rf .venv-trl
-	$(PYTHON) -m venv .venv-trl
-	grep -v '^trl==' constraints.txt > .venv-trl/constraints.txt
-	.venv-trl/bin/pip install --quiet --constraint .venv-trl/constraints.txt --editable '.[dev]' trl==$*
-	.venv-trl/bin/pytest -q -o filterwarnings= -W ignore -m 'not slow and not gpu' $(SEAM_TESTS)
-	rm -rf .venv-trl
+	rm -rf .venv-trl-$*
+	$(PYTHON) -m venv .venv-trl-$*
+	grep -v '^trl==' constraints.txt > .venv-trl-$*/constraints.txt
+	.venv-trl-$*/bin/pip install --quiet --constraint .venv-trl-$*/constraints.txt --editable '.[dev]' trl==$*
+	.venv-trl-$*/bin/pytest -q -o filterwarnings= -W ignore -m 'not slow and not gpu' $(SEAM_TESTS)
+	rm -rf .venv-trl-$*
 
 gpu: install ## parity, resume, bf16 and ZeRO-3 on the CUDA devices of this machine; writes outputs/gpu.md
 	$(BIN)/pytest -rs -m gpu tests/test_gpu.py
@@ -58,4 +58,4 @@ policy: install ## train the shipped policy again (about half an hour on two cor
 	$(BIN)/python -m grpo_ext.testbed.pretrain
 
 clean: ## remove .venv and outputs
-	rm -rf .venv .venv-trl outputs
+	rm -rf .venv .venv-trl-* outputs

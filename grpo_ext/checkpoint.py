@@ -45,16 +45,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def save_state(
-    folder: Path, estimator: AdvantageEstimator, history: CollapseHistory, is_generation_boundary: bool
-) -> None:
+def collect_state(
+    estimator: AdvantageEstimator, history: CollapseHistory, is_generation_boundary: bool
+) -> dict[str, Any]:
     """
-    Writes `advantage_state.json`; a marker that an earlier run left in the folder no longer holds.
+    The content of `advantage_state.json`, the same on every rank.
 
     Raises:
         `ValueError`: where a resumed run could not read the estimator's state back as it is.
     """
-    (folder / MARKER_FILE).unlink(missing_ok=True)
     content = {
         "format_version": FORMAT_VERSION,
         "identity": estimator.identity(),
@@ -63,7 +62,13 @@ def save_state(
         "collapse_history": history.state_dict(),
         "is_generation_boundary": is_generation_boundary,
     }
-    write_json(folder / STATE_FILE, content | {"sha256": checksum(content)})
+    return content | {"sha256": checksum(content)}
+
+
+def save_state(folder: Path, content: dict[str, Any]) -> None:
+    """Writes what `collect_state` gave; a marker that an earlier run left in the folder no longer holds."""
+    (folder / MARKER_FILE).unlink(missing_ok=True)
+    write_json(folder / STATE_FILE, content)
 
 
 def plain_arguments(estimator: AdvantageEstimator) -> Any:
@@ -72,18 +77,19 @@ def plain_arguments(estimator: AdvantageEstimator) -> Any:
 
 
 def plain_state(estimator: AdvantageEstimator) -> dict[str, Any]:
-    """The estimator's state, once it is sure that JSON gives it back."""
+    """The estimator's state, once it is sure that a checkpoint gives it back."""
     state = estimator.state_dict()
-    try:
-        restored = json.loads(json.dumps(state))
-        estimator.check_state(restored)
-        if restored != state:
-            raise ValueError(f"found {state}, which JSON turns into {restored}")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"The state of `{estimator.identity()}` should be finite numbers, strings, and lists or dicts of them with "
-            f"strings as keys, so that a checkpoint can hold it ({error}): declare it so."
-        ) from error
+    for name, value in state.items():
+        try:
+            is_kept = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            is_kept = False
+        if not is_kept:
+            raise ValueError(
+                f"The state `{name}` of `{estimator.identity()}` should be finite numbers, strings, None, and lists or "
+                f"dicts of them with strings as keys, found {str(value)[:80]}: a checkpoint can hold nothing else."
+            )
+    estimator.check_state(state)
     return state
 
 
@@ -92,14 +98,15 @@ def on_main_process(read: Callable[[], T]) -> T:
     What `read` gives on the main process, on every rank: their views of a file system may differ.
 
     Raises:
-        `ValueError`: on every rank, where `read` raises it.
+        `ValueError`: on the other ranks, where `read` raises on the main one.
     """
     outcome: list[Any] = [None, None]
     if PartialState().is_main_process:
         try:
             outcome[0] = read()
-        except ValueError as error:
-            outcome[1] = str(error)
+        except Exception as error:
+            broadcast_object_list([None, str(error)])
+            raise
     broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise ValueError(outcome[1])
@@ -225,7 +232,7 @@ def choose_checkpoint(
     The checkpoint to resume from: for True the newest complete one, saying which newer ones are skipped and why.
 
     Raises:
-        `ValueError`: where there is none, or the named one has a marker that its files contradict.
+        `ValueError`: where there is none, or the named one is not complete.
     """
     if not resume_from_checkpoint:
         if reset_advantage_state:
@@ -245,7 +252,8 @@ def choose_checkpoint(
             f"`resume_from_checkpoint` should be a checkpoint folder or true, found `{folder}`, which does not exist: "
             "check the path."
         )
-    damage = find_damage(folder, not reset_advantage_state) if (folder / MARKER_FILE).exists() else None
+    is_ours = any((folder / name).exists() for name in (MARKER_FILE, STATE_FILE))  # TRL's own checkpoints have neither
+    damage = find_damage(folder, not reset_advantage_state) if is_ours else None
     if damage is not None:
         raise ValueError(
             f"`{folder}` should be a complete checkpoint, found that {damage}: resume from an earlier one."
@@ -257,7 +265,8 @@ class SigtermCallback(JITCheckpointCallback):
     """
     Transformers' checkpoint on SIGTERM (`enable_jit_checkpoint`), at the end of the step and agreed on by all ranks.
     Earlier in a step the estimator has seen a batch that a resumed run would sample again; and every rank hears the
-    signal at its own moment, so that ranks on their own could stop at different steps.
+    signal at its own moment, so that ranks on their own could stop at different steps. As there, the signal is heard
+    from the trainer's construction to the end of its first `train`.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:

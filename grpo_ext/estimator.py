@@ -109,7 +109,7 @@ class Component:
                 kind = field.type.__name__ if isinstance(field.type, type) else field.type
                 raise ValueError(
                     f"The state `{field.name}` of `{type(self).__name__}` should be {kind}, found "
-                    f"{state[field.name]!r}: load a state that the same estimator saved."
+                    f"{state[field.name]!r}: declare it as what it holds, or load a state that this estimator saved."
                 )
         for name, child in self.children().items():
             child.check_state(state[name])

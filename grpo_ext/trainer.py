@@ -24,6 +24,7 @@ from grpo_ext.callbacks import AdvantageCallback
 from grpo_ext.checkpoint import (
     SigtermCallback,
     choose_checkpoint,
+    collect_state,
     load_state,
     mark_complete,
     on_main_process,
@@ -278,8 +279,9 @@ class AdvantageGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         is_boundary = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        content = collect_state(self.advantage_estimator, self.collapse_history, is_boundary)
         if self.args.should_save:
-            save_state(folder, self.advantage_estimator, self.collapse_history, is_boundary)
+            save_state(folder, content)
         # Older checkpoints may go only once this one is marked complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:

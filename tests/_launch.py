@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -62,11 +63,20 @@ def processes(launch: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that nobody has waited for yet does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill(launch: subprocess.Popen) -> None:
     """`kill -9` of the launch and of every process below it."""
-    found = processes(launch)
+    found, deadline = processes(launch), time.monotonic() + 20
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(found, timeout=20)
     launch.wait()
+    while any(map(is_alive, found)) and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -279,19 +279,31 @@ def test_arguments_that_json_cannot_hold_do_not_stop_a_checkpoint(tmp_path):
         def estimate(self, groups):
             return groups.restrict(groups.rewards_PG)
 
-    checkpoint.save_state(tmp_path, Odd(), CollapseHistory(), True)
+    checkpoint.save_state(tmp_path, checkpoint.collect_state(Odd(), CollapseHistory(), True))
     content = checkpoint.read_state(tmp_path, "Odd")
     assert content["arguments"] == checkpoint.plain_arguments(Odd())
 
 
-@pytest.mark.parametrize("kept", [{2: 0.5}, {"a": (1, 2)}, {"a": float("nan")}, {"a": torch.tensor(1.0)}], ids=str)
-def test_a_state_that_a_checkpoint_cannot_hold_is_an_error_at_the_first_one(tmp_path, kept):
+@pytest.mark.parametrize(
+    "kept",
+    [{2: 0.5}, {"a": (1, 2)}, {"a": float("nan")}, {"a": torch.tensor(1.0)}, {"a": [(1, 2)] * 999}],
+    ids=range(5),
+)
+def test_a_state_that_a_checkpoint_cannot_hold_is_an_error_at_the_first_one(kept):
     @dataclass
     class Odd(GRPO):
         kept: dict = field(init=False, default_factory=lambda: kept)
 
-    with pytest.raises(ValueError, match=r"The state of `Odd` should be finite numbers, .*: declare it so"):
-        checkpoint.save_state(tmp_path, Odd(), CollapseHistory(), True)
+    with pytest.raises(ValueError, match=r"The state `kept` of `Odd` should be finite numbers, .*, found \{") as caught:
+        checkpoint.collect_state(Odd(), CollapseHistory(), True)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_state_of_another_kind_than_declared_is_an_error_at_the_first_checkpoint():
+    estimator = HADW()
+    estimator.anchor.accuracies = [True]
+    with pytest.raises(ValueError, match=r"The state `accuracies` .* declare it as what it holds"):
+        checkpoint.collect_state(estimator, CollapseHistory(), True)
 
 
 def test_what_a_kill_left_of_an_earlier_marker_is_no_part_of_the_checkpoint(saved):
@@ -299,7 +311,7 @@ def test_what_a_kill_left_of_an_earlier_marker_is_no_part_of_the_checkpoint(save
     for name in (checkpoint.MARKER_FILE, checkpoint.STATE_FILE):
         (folder / name).with_suffix(".tmp").write_text("half")
     (folder / checkpoint.MARKER_FILE).unlink()
-    checkpoint.save_state(folder, HADW(), CollapseHistory(), True)
+    checkpoint.save_state(folder, checkpoint.collect_state(HADW(), CollapseHistory(), True))
     checkpoint.mark_complete(folder)
     assert checkpoint.find_damage(folder) is None
 
@@ -318,6 +330,30 @@ def test_other_ranks_take_what_the_main_process_found(monkeypatch, result, error
     else:
         with pytest.raises(ValueError, match="nothing there"):
             checkpoint.on_main_process(pytest.fail)
+
+
+def test_the_main_process_raises_its_own_error_after_the_others_know(monkeypatch):
+    told = []
+
+    def read():
+        raise PermissionError("no access")
+
+    monkeypatch.setattr(checkpoint, "broadcast_object_list", told.append)
+    with pytest.raises(PermissionError):
+        checkpoint.on_main_process(read)
+    assert told == [[None, "no access"]]
+
+
+def test_a_named_checkpoint_without_its_marker_is_incomplete(saved):
+    """A kill leaves the state file, which comes first, and no marker; a checkpoint of TRL has neither."""
+    folder = saved / "checkpoint-2"
+    (folder / checkpoint.MARKER_FILE).unlink()
+    with pytest.raises(
+        ValueError, match=r"should be a complete checkpoint, found that it lacks checkpoint_complete.json"
+    ):
+        checkpoint.choose_checkpoint(str(folder), str(saved))
+    (folder / checkpoint.STATE_FILE).unlink()
+    assert checkpoint.choose_checkpoint(str(folder), str(saved)) == str(folder)
 
 
 def test_the_saved_arguments_are_the_users(tmp_path):

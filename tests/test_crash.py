@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from _launch import ROOT, command, finish, kill, processes, start
+from _launch import ROOT, command, finish, is_alive, kill, processes, start
 from safetensors.torch import load_file
 
 from grpo_ext.checkpoint import STATE_FILE, find_damage
@@ -86,15 +85,20 @@ def assert_same_outcome(engine: str, found: Path, expected: Path, num_steps: int
     assert all(torch.equal(ours["weights"][name], reference["weights"][name]) for name in reference["weights"])
 
 
-def run_whole(engine: str, folder: Path, *options: object) -> float:
-    """A run to its end, and how many seconds it trained; it goes on from the newest checkpoint, if there is one."""
+def run_whole(engine: str, folder: Path, num_steps: int, *options: object) -> float:
+    """
+    A run to its end, and how many seconds its steps took; it goes on from the newest checkpoint, if there is one.
+    """
     log, newest = folder.with_suffix(".log"), max(steps_saved(folder), default=0)
-    already, launch = size(log), train(engine, folder, *options)
+    already, launch = size(log), train(engine, folder, "--max_steps", num_steps, *options)
     wait_for_training(launch, log, already)
     begin = time.monotonic()
+    while num_steps not in steps_trained(log, already) and launch.poll() is None:
+        time.sleep(0.05)
+    seconds = time.monotonic() - begin
     finish(launch, log)
     assert steps_trained(log, already)[0] == newest + 1
-    return time.monotonic() - begin
+    return seconds
 
 
 def crash(engine: str, folder: Path, seconds: float, is_last: bool, *options: object) -> None:
@@ -111,7 +115,7 @@ def crash(engine: str, folder: Path, seconds: float, is_last: bool, *options: ob
         everything = processes(launch)
     finally:
         kill(launch)
-    assert not any(process.is_running() for process in everything)
+    assert not any(map(is_alive, everything))
     assert steps_trained(log, already)[:1] in ([], [newest + 1])
     assert max(steps_saved(folder), default=0) >= newest  # a kill costs no complete checkpoint
 
@@ -119,15 +123,16 @@ def crash(engine: str, folder: Path, seconds: float, is_last: bool, *options: ob
 def assert_survives_kills(engine: str, folder: Path, num_kills: int, *options: object) -> None:
     """Killed at random moments and resumed each time, a run ends with the uninterrupted one's numbers."""
     num_steps = 8 + 6 * num_kills
-    options = ("--max_steps", num_steps, *EVERY_STEP, *options)
-    seconds = run_whole(engine, folder / "whole", *options)
+    seconds = run_whole(engine, folder / "whole", num_steps, *EVERY_STEP, *options)
     seed = time.time_ns()
     sys.stdout.write(f"moments of the kills: random.Random({seed})\n")  # pytest shows it where the test fails
     moment = random.Random(seed)
+    options = (*EVERY_STEP, *options)
     for number in range(num_kills):
-        crash(engine, folder / "killed", moment.uniform(0, seconds / num_kills), number == num_kills - 1, *options)
+        delay, is_last = moment.uniform(0, 0.7 * seconds / num_kills), number == num_kills - 1
+        crash(engine, folder / "killed", delay, is_last, "--max_steps", num_steps, *options)
     assert 0 < max(steps_saved(folder / "killed")) < num_steps
-    run_whole(engine, folder / "killed", *options)
+    run_whole(engine, folder / "killed", num_steps, *options)
     assert_same_outcome(engine, folder / "killed", folder / "whole", num_steps)
 
 
@@ -145,29 +150,50 @@ def test_ten_kills_lose_only_the_steps_since_the_newest_checkpoint(tmp_path, eng
     assert_survives_kills(engine, tmp_path, 10, *options)
 
 
+def stop(engine: str, folder: Path) -> tuple[int, float]:
+    """A run that gets SIGTERM, where it was launched, once it trains: its exit code, and how long it took to end."""
+    log = folder.with_suffix(".log")
+    launch = train(engine, folder, "--max_steps", 100_000, *ON_SIGTERM)
+    try:
+        wait_for_training(launch, log, 0)
+        while not steps_trained(log, 0):
+            assert launch.poll() is None
+            time.sleep(0.05)
+        running, begin = processes(launch), time.monotonic()
+        launch.send_signal(signal.SIGTERM)
+        code = launch.wait(timeout=60)
+        seconds = time.monotonic() - begin
+        assert not any(map(is_alive, running))
+    finally:
+        kill(launch)
+    return code, seconds
+
+
 @pytest.mark.parametrize(
     "engine", [pytest.param("one", marks=pytest.mark.slow), "ddp", pytest.param("zero3", marks=pytest.mark.slow)]
 )
 def test_sigterm_saves_and_the_run_goes_on_as_if_it_had_not_come(tmp_path, engine):
-    """The signal reaches what was launched; every process below it ends by itself, a single one with success."""
-    folder, log = tmp_path / "stopped", tmp_path / "stopped.log"
-    launch = train(engine, folder, "--max_steps", 100_000, *ON_SIGTERM)
-    try:
-        wait_for_training(launch, log, 0)
-        running = processes(launch)
-        launch.send_signal(signal.SIGTERM)
-        code = launch.wait(timeout=60)
-        _, alive = psutil.wait_procs(running, timeout=5)
-    finally:
-        kill(launch)
-    assert not alive
+    """Every process ends by itself, before the launcher would kill it; a single one with success."""
+    folder = tmp_path / "stopped"
+    code, seconds = stop(engine, folder)
+    assert seconds < 25
     assert code == 0 or engine != "one"  # torchrun reports the signal as its own failure
     (step,) = steps_saved(folder)
-    assert f"Stopped after step {step} of 100000" in log.read_text()
-    options = ("--max_steps", step + 3, *ON_SIGTERM)
-    run_whole(engine, folder, *options)
-    run_whole(engine, tmp_path / "whole", *options)
+    text = folder.with_suffix(".log").read_text()
+    assert f"Stopped after step {step} of 100000" in text
+    assert f"Model in {folder}" in text
+    run_whole(engine, folder, step + 3, *ON_SIGTERM)
+    run_whole(engine, tmp_path / "whole", step + 3, *ON_SIGTERM)
     assert_same_outcome(engine, folder, tmp_path / "whole", step + 3)
+
+
+@pytest.mark.slow
+def test_the_launcher_kills_after_as_many_seconds_as_the_variable_says(tmp_path, monkeypatch):
+    """One is too few: transformers waits three for a kill before it saves."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    _, seconds = stop("ddp", tmp_path / "stopped")
+    assert seconds < 10
+    assert steps_saved(tmp_path / "stopped") == set()
 
 
 def test_no_rank_waits_where_there_is_nothing_to_resume(tmp_path):
@@ -183,7 +209,7 @@ def test_no_rank_waits_where_there_is_nothing_to_resume(tmp_path):
 
 def test_an_outcome_of_one_process_is_none_of_two(tmp_path):
     """The comparisons above cannot pass on a launch that silently ran one process."""
-    run_whole("one", tmp_path / "run", "--max_steps", 1, *EVERY_STEP)
+    run_whole("one", tmp_path / "run", 1, *EVERY_STEP)
     outcome(tmp_path / "run", 1, num_processes=1)
     with pytest.raises(AssertionError):
         outcome(tmp_path / "run", 1, num_processes=2)

@@ -154,7 +154,7 @@ def test_engines_train_save_and_resume(report, tmp_path, engine):
     start_from = {"whole": [], "resumed": ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]}
     for name, options in start_from.items():
         run = [*script, "--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path / name), *options]
-        done = subprocess.run(run, cwd=ROOT, env=cuda, capture_output=True, text=True, check=False)
+        done = subprocess.run(run, cwd=ROOT, env=cuda, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
         parts = list((tmp_path / name / "checkpoint-4").glob("global_step4/*optim_states.pt"))
         assert len(parts) == (0 if engine == "ddp" else num_devices)

@@ -63,7 +63,7 @@ def test_a_forgotten_number_of_processes_is_an_error(name):
     words = launch_of(next(command for command in COMMANDS if config_of(command) == name))
     place = words.index("--num_processes")
     del words[place : place + 2]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode != 0
     assert "manually pass in `--num_processes`" in done.stderr
 
@@ -129,6 +129,7 @@ def slurm(folder: Path, *options: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
 
 
@@ -167,6 +168,7 @@ def test_zero3_resumes_with_another_number_of_processes_once_converted(tmp_path)
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert refused.returncode != 0
     assert "used a DP world size of 2 but the current world size is 1" in refused.stderr
@@ -174,7 +176,7 @@ def test_zero3_resumes_with_another_number_of_processes_once_converted(tmp_path)
     (command,) = re.findall(r"^python (-m deepspeed.*?)\n```", README, flags=re.MULTILINE | re.DOTALL)
     words = command.replace("\\\n", " ").replace("outputs/avspo/checkpoint-50", str(folder))
     words = words.replace("global_step50", f"global_step{SAVE_STEPS}").split()
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, check=True)
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, check=True, timeout=600)
     settings = (CONFIGS / "zero3_cpu.json").read_text().rstrip().removesuffix("}")
     (tmp_path / "universal.json").write_text(f'{settings}, "checkpoint": {{"load_universal": true}}}}')
     config = (CONFIGS / "zero3_cpu.yaml").read_text()
