@@ -265,12 +265,13 @@ def test_a_state_file_that_cannot_be_used_is_one_sentence(tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*state of `GRPO`, found that of `HADW"):
         main([*arguments, "--method", "grpo", *resume])
     state = tmp_path / "checkpoint-2" / "advantage_state.json"
+    state.write_text(state.read_text().replace("HADW", "HEDW"))
+    with pytest.raises(SystemExit, match=r"error: .*advantage_state.json. should hold an estimator's state, found a"):
+        main([*arguments, "--method", "ha_dw", *resume])
     state.write_text(state.read_text()[:100])
     with pytest.raises(SystemExit, match=r"error: .*checkpoint, found that advantage_state.json has 100 bytes"):
         main([*arguments, "--method", "ha_dw", *resume])
-    (tmp_path / "checkpoint-2" / "checkpoint_complete.json").unlink()
-    with pytest.raises(SystemExit, match=r"error: .*advantage_state.json. should hold an estimator's state, found a"):
-        main([*arguments, "--method", "ha_dw", *resume])
+    main([*arguments, "--method", "grpo", *resume, "--reset_advantage_state", "true"])
 
 
 def test_trls_own_complaints_are_one_sentence_too(tmp_path, monkeypatch):
