@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+import trl
 from _features import IMAGE_TOKENS, engine, environment, images, lora, rollouts, tools, trained_adapter
 from _training import DATA, Recorder, StockRecorder, equal_weights, even_digits, make_args, short_or_none, weights
+from packaging.version import Version
 from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
@@ -18,6 +20,7 @@ from grpo_ext.testbed import POLICY_PATH
 KNOWN_SETTINGS = {field.name for field in fields(GRPOConfig)}
 LOSSES = ROW_MEAN_LOSSES + TOKEN_MEAN_LOSSES
 REUSE = {"num_iterations": 2}
+COUNTS_TRUNCATED_ROWS = Version(trl.__version__) < Version("1.10")  # in the token count that dapo divides by
 
 
 def nothing(monkeypatch):
@@ -159,7 +162,8 @@ def test_state_moves_once_per_batch_and_pivots_leave_the_loss(tmp_path, monkeypa
         is_out = (loss_mask(batch) == 0).all(dim=1)
         num_out = is_out.view(num_groups, 5).sum(dim=1)
         assert (num_out >= 1).all() if trainer.mask_truncated_completions else (num_out == 1).all()
-        assert batch["num_items_in_batch"] == loss_mask(batch).sum()
+        if not (trainer.mask_truncated_completions and COUNTS_TRUNCATED_ROWS):
+            assert batch["num_items_in_batch"] == loss_mask(batch).sum()
     assert all(loss.isfinite() for _, loss in losses)
     assert sum((loss_mask(inputs) == 0).all(dim=1).sum() for inputs, _ in losses) >= num_groups
 
