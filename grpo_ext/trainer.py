@@ -22,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_ext.batching import ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
 from grpo_ext.callbacks import AdvantageCallback
 from grpo_ext.checkpoint import (
-    SigtermCallback,
     choose_checkpoint,
     collect_state,
     load_state,
@@ -34,6 +33,7 @@ from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
+from grpo_ext.preemption import SigtermCallback
 from grpo_ext.resolution import for_evaluation, resolve_estimator
 
 logger = logging.get_logger(__name__)

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 ENGINES = {"one": "single", "ddp": "ddp", "zero2": "zero2", "zero3": "zero3_cpu"}
 """Our name of an engine -> its file in `accelerate_configs`."""
 
@@ -34,7 +36,13 @@ def command(engine: str, *words: object) -> list[str]:
     """`accelerate launch` of a script under an engine, two processes but for `one`."""
     config = ["--config_file", str(CONFIGS / f"{ENGINES[engine]}.yaml")]
     size = ["--num_processes", "1" if engine == "one" else "2", "--main_process_port", "0"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *config, *size, *map(str, words)]
+    return [*ACCELERATE, *config, *size, *map(str, words)]
+
+
+def run(words: list[str], **changes: Any) -> subprocess.CompletedProcess:
+    """Runs a command from the repository's root to its end, and gives its output and exit code."""
+    settings = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(words, check=False, **settings | changes)
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen:

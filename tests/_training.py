@@ -63,6 +63,11 @@ def make_trainer(
     return trainer_class(model=str(POLICY_PATH), reward_funcs=functions, args=args, **kwargs)
 
 
+def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """The tokens of a batch that TRL's loss sees."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
+
+
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """The trained weights."""
     return dict(trainer.model.state_dict())

@@ -21,6 +21,7 @@ from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO
 from grpo_ext.advantages.ha_dw import AdaptiveForgetting
 from grpo_ext.diagnostics import CollapseHistory
 from grpo_ext.estimator import AdvantageEstimator
+from grpo_ext.preemption import SigtermCallback
 
 STATEFUL = [
     GRPO(),
@@ -367,7 +368,7 @@ def test_sigterm_saves_once_and_leaves_the_evaluation_out(tmp_path, monkeypatch,
     settings = {"save_strategy": "epoch", "eval_strategy": "epoch", "per_device_eval_batch_size": 8}
     args = make_args(tmp_path, max_steps=-1, num_train_epochs=1, enable_jit_checkpoint=True, **settings)
     trainer = make_trainer(args, eval_dataset=DATA.select(range(8)), train_dataset=DATA.select(range(16)))
-    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, checkpoint.SigtermCallback)]
+    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, SigtermCallback)]
     done = []
     monkeypatch.setattr(trainer, "evaluate", lambda *args, **kwargs: done.append("evaluated") or {"eval_loss": 0.0})
     save = trainer._save_checkpoint
@@ -389,7 +390,7 @@ def test_sigterm_saves_once_and_leaves_the_evaluation_out(tmp_path, monkeypatch,
 def test_sigterm_says_which_evaluation_it_leaves_out(tmp_path, monkeypatch, warnings_seen):
     args = make_args(tmp_path, enable_jit_checkpoint=True, eval_strategy="steps", eval_steps=1)
     trainer = make_trainer(args, eval_dataset=DATA.select(range(8)))
-    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, checkpoint.SigtermCallback)]
+    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, SigtermCallback)]
     callback.jit_manager.is_checkpoint_requested = True
     trainer.train()
     assert trainer.state.global_step == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from _launch import ACCELERATE
 from _outside import WithDefaults
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig
@@ -204,7 +205,7 @@ def problems(tmp_path):
 def test_a_run_from_the_shell(tmp_path, problems):
     """`accelerate launch examples/train.py`: a local model and file, LoRA, evaluation; model and curve appear."""
     script = Path(__file__).parents[1] / "examples" / "train.py"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", str(script)]
+    launch = [*ACCELERATE, "--num_processes", "1", str(script)]
     out = tmp_path / "out"
     arguments = ["--method", "ha_dw", *QUICK, "--model_name_or_path", str(POLICY_PATH), "--output_dir", str(out)]
     arguments += ["--dataset_name", str(problems), "--use_peft", "--lora_target_modules", "q_proj", "v_proj"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _launch import ROOT, command, finish, is_alive, kill, processes, start
+from _training import equal_weights
 from safetensors.torch import load_file
 
 from grpo_ext.checkpoint import STATE_FILE, find_damage
@@ -81,8 +81,7 @@ def assert_same_outcome(engine: str, found: Path, expected: Path, num_steps: int
     ours, reference = (outcome(folder, num_steps, num_processes) for folder in (found, expected))
     assert ours["state"] == reference["state"]
     assert repr(ours["steps"]) == repr(reference["steps"])
-    assert ours["weights"].keys() == reference["weights"].keys()
-    assert all(torch.equal(ours["weights"][name], reference["weights"][name]) for name in reference["weights"])
+    assert equal_weights(ours["weights"], reference["weights"])
 
 
 def run_whole(engine: str, folder: Path, num_steps: int, *options: object) -> float:

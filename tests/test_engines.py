@@ -3,14 +3,13 @@
 Each launch trains the whole model and LoRA, stops nowhere, and then resumes from its own middle; see `_worker.py`.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _launch import CONFIGS, command, finish, start
+from _launch import ACCELERATE, CONFIGS, command, finish, start
 from _worker import (
     LOSSES,
     NUM_COMPLETIONS,
@@ -257,7 +256,7 @@ def test_another_number_of_processes_resumes(launches):
 @pytest.mark.parametrize("option", [["--cpu"], ["--config_file", str(CONFIGS / "single.yaml")]], ids=["cpu", "single"])
 def test_a_launch_that_brings_up_one_process_fails_loudly(tmp_path, option):
     """With these `accelerate launch --num_processes 2` silently runs one."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *option, "--num_processes", "2"]
+    launch = [*ACCELERATE, *option, "--num_processes", "2"]
     log = tmp_path / "log"
     with pytest.raises(AssertionError, match="should bring up 2 processes, found 1"):
         finish(start([*launch, str(WORKER), str(tmp_path / "out"), "--num_processes", "2"], log), log)

@@ -5,7 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
-from _training import even_digits, make_args, make_trainer
+from _training import even_digits, loss_mask, make_args, make_trainer
 from torch import Tensor
 from trl import GRPOConfig
 
@@ -147,7 +147,7 @@ def test_official_token_count_keeps_the_pivots_tokens(tmp_path):
         trainer = make_trainer(args, advantage_estimator=MCGRPO(official_token_count=official))
         batch = generate(trainer)
         counts[official] = int(batch["num_items_in_batch"])
-        tokens_B = (batch["completion_mask"] * batch["tool_mask"]).sum(dim=1)
+        tokens_B = loss_mask(batch).sum(dim=1)
         assert int((tokens_B == 0).sum()) == 4
         assert int(tokens_B.sum()) == counts[False]
     assert counts[True] > counts[False]

@@ -7,7 +7,17 @@ import pytest
 import torch
 import trl
 from _features import IMAGE_TOKENS, engine, environment, images, lora, rollouts, tools, trained_adapter
-from _training import DATA, Recorder, StockRecorder, equal_weights, even_digits, make_args, short_or_none, weights
+from _training import (
+    DATA,
+    Recorder,
+    StockRecorder,
+    equal_weights,
+    even_digits,
+    loss_mask,
+    make_args,
+    short_or_none,
+    weights,
+)
 from packaging.version import Version
 from trl import GRPOConfig
 from trl.trainer import grpo_trainer
@@ -140,10 +150,6 @@ def watch(trainer):
 
     trainer._generate_and_score_completions, trainer._compute_loss = generate_and_keep, compute_and_keep
     return generated, losses
-
-
-def loss_mask(batch):
-    return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
 @every_feature

@@ -3,15 +3,13 @@
 import gc
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _launch import CONFIGS, ROOT, environment
+from _launch import ACCELERATE, CONFIGS, ROOT, environment, run
 from _rewards import BATCHES, Fields
 from _training import (
     Recorder,
@@ -147,19 +145,19 @@ def test_engines_train_save_and_resume(report, tmp_path, engine):
     num_devices = max(1, torch.cuda.device_count())
     if engine == "ddp" and num_devices == 1:
         pytest.skip("torch.distributed needs two devices")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{engine}.yaml")]
+    launch = [*ACCELERATE, "--config_file", str(CONFIGS / f"{engine}.yaml")]
     script = [*launch, "--num_processes", str(num_devices), str(ROOT / "examples" / "train.py"), *map(str, RUN)]
     cuda = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
     cuda["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
     start_from = {"whole": [], "resumed": ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]}
     for name, options in start_from.items():
-        run = [*script, "--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path / name), *options]
-        done = subprocess.run(run, cwd=ROOT, env=cuda, capture_output=True, text=True, check=False, timeout=600)
+        words = [*script, "--max_steps", "4", "--save_steps", "2", "--output_dir", str(tmp_path / name), *options]
+        done = run(words, env=cuda)
         assert done.returncode == 0, done.stderr[-4000:]
         parts = list((tmp_path / name / "checkpoint-4").glob("global_step4/*optim_states.pt"))
         assert len(parts) == (0 if engine == "ddp" else num_devices)
     whole, resumed = (outcome(tmp_path / name, 4, num_devices) for name in start_from)
-    windows = [run["state"]["state"]["anchor"]["accuracies"] for run in (whole, resumed)]
+    windows = [each["state"]["state"]["anchor"]["accuracies"] for each in (whole, resumed)]
     assert windows[0][0] == windows[1][0]  # of the three batches in the window, the first is the checkpoint's
     assert resumed["state"]["collapse_history"]["num_batches"] == 4
     is_equal = whole["state"] == resumed["state"]

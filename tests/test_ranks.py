@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _training import make_args, make_trainer
+from _training import loss_mask, make_args, make_trainer
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -104,10 +104,9 @@ def run(trainer: GRPOTrainer, num_ranks: int) -> list[list[dict]]:
         own, kept = make_rank(trainer, ranks, rank), []
         for batch in range(NUM_BATCHES):
             output = own._generate_and_score_completions([{"batch": batch}] * num_rows)
-            loss_mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
             kept.append(
                 {
-                    "local": {"advantages": output["advantages"], "loss_mask": loss_mask_BT},
+                    "local": {"advantages": output["advantages"], "loss_mask": loss_mask(output)},
                     "num_items": output["num_items_in_batch"].reshape(()),
                     "scale": output.get(ROW_SCALE, torch.tensor(1.0)),
                     "logged": list(own._logs["advantages"]),

@@ -4,17 +4,15 @@ import ast
 import re
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from _launch import ACCELERATE, ROOT
 from _training import DATA, even_digits
 from datasets import Dataset
 
 from grpo_ext.advantages import METHODS
 from grpo_ext.testbed import POLICY_PATH
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
@@ -93,7 +91,7 @@ def test_accelerate_commands_run(command, tmp_path, offline):
     words = [offline.get(word, word) for word in shlex.split(command)]
     if "1024" in words:
         words[words.index("1024")] = "16"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    launch = [*ACCELERATE, "--num_processes", "1"]
     run = [*launch, *words[2:], "--max_steps", "1", "--output_dir", str(tmp_path)]
     if "--help" not in words:
         run += ["--per_device_train_batch_size", "9" if "mc_grpo" in words else "8", "--save_strategy", "no"]

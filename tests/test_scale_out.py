@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from _launch import CONFIGS, ROOT, environment, finish, start
+from _launch import ACCELERATE, CONFIGS, ROOT, environment, finish, run, start
 from _worker import LOSSES, SAVE_STEPS
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -34,7 +34,7 @@ def launch_of(command: str) -> list[str]:
     for flag, value in (("--num_processes", "2"), ("--main_process_ip", "127.0.0.1")):
         if flag in words:
             words[words.index(flag) + 1] = value
-    return [sys.executable, "-m", "accelerate.commands.launch", *words[2:]]
+    return [*ACCELERATE, *words[2:]]
 
 
 def num_completions(output: str) -> int:
@@ -63,7 +63,7 @@ def test_a_forgotten_number_of_processes_is_an_error(name):
     words = launch_of(next(command for command in COMMANDS if config_of(command) == name))
     place = words.index("--num_processes")
     del words[place : place + 2]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=600)
+    done = run(words)
     assert done.returncode != 0
     assert "manually pass in `--num_processes`" in done.stderr
 
@@ -115,22 +115,15 @@ def slurm(folder: Path, *options: str) -> subprocess.CompletedProcess:
     for name, text in SHIMS.items():
         (shims / name).write_text(f"#!/bin/bash\n{text}")
         (shims / name).chmod(stat.S_IRWXU)
-    (shims / "accelerate").write_text(f'#!/bin/bash\nexec {sys.executable} -m accelerate.commands.launch "${{@:2}}"\n')
+    (shims / "accelerate").write_text(f'#!/bin/bash\nexec {" ".join(ACCELERATE)} "${{@:2}}"\n')
     (shims / "accelerate").chmod(stat.S_IRWXU)
     job = {"SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "9517", "SLURM_NNODES": "2"}
     search = f"{shims}{os.pathsep}{os.environ['PATH']}"
     for name in ("examples", "accelerate_configs"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
-    return subprocess.run(
-        ["bash", "examples/slurm.sh", *options],
-        cwd=folder,
-        env=environment() | job | {"SLURM_GPUS_ON_NODE": "1", "PATH": search},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    variables = environment() | job | {"SLURM_GPUS_ON_NODE": "1", "PATH": search}
+    return run(["bash", "examples/slurm.sh", *options], cwd=folder, env=variables)
 
 
 @pytest.mark.parametrize("option", ["--output_dir", "--resume_from_checkpoint"])
@@ -156,27 +149,19 @@ def test_zero3_resumes_with_another_number_of_processes_once_converted(tmp_path)
     """README's command, and the setting that goes with it."""
     whole, log = tmp_path / "whole", tmp_path / "log"
     worker = [str(ROOT / "tests" / "_worker.py")]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch = [*ACCELERATE, "--config_file"]
     zero3 = [*launch, str(CONFIGS / "zero3_cpu.yaml")]
     finish(start([*zero3, *worker, str(whole), "--num_processes", "2"], log), log)
     folder = whole / "full" / f"checkpoint-{SAVE_STEPS}"
     alone = [*worker, str(tmp_path / "alone"), "--num_processes", "1", "--foreign", str(whole / "full")]
-    refused = subprocess.run(
-        [*zero3, "--num_processes", "1", *alone],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    refused = run([*zero3, "--num_processes", "1", *alone])
     assert refused.returncode != 0
     assert "used a DP world size of 2 but the current world size is 1" in refused.stderr
 
     (command,) = re.findall(r"^python (-m deepspeed.*?)\n```", README, flags=re.MULTILINE | re.DOTALL)
     words = command.replace("\\\n", " ").replace("outputs/avspo/checkpoint-50", str(folder))
     words = words.replace("global_step50", f"global_step{SAVE_STEPS}").split()
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, check=True, timeout=600)
+    run([sys.executable, *words]).check_returncode()
     settings = (CONFIGS / "zero3_cpu.json").read_text().rstrip().removesuffix("}")
     (tmp_path / "universal.json").write_text(f'{settings}, "checkpoint": {{"load_universal": true}}}}')
     config = (CONFIGS / "zero3_cpu.yaml").read_text()
