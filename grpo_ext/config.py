@@ -28,6 +28,11 @@ class AdvantageGRPOConfig(GRPOConfig):
             That function's value for a wrong answer.
         reward_max (`float`, *optional*, defaults to `1.0`):
             Its value for a right one.
+        compact_updates (`bool`, *optional*):
+            Compute the update without the rows and the padding that its gradient does not need. None: wherever that
+            is exact, saying where it is not; True: an error where it is not; False: never.
+        exchange_rows (`bool`, *optional*, defaults to `False`):
+            With several processes, let rows move between them, so that each has about as much to compute.
         reset_advantage_state (`bool`, *optional*, defaults to `False`):
             Resume without the estimator's state and the collapse figures of the checkpoint: with another method on
             purpose, or where the file is damaged. Drop it at the next resume.
@@ -48,6 +53,16 @@ class AdvantageGRPOConfig(GRPOConfig):
     )
     reward_min: float = field(default=0.0, metadata={"help": "The success reward's value for a wrong answer."})
     reward_max: float = field(default=1.0, metadata={"help": "The success reward's value for a right answer."})
+    compact_updates: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Update without the rows and padding its gradient does not need; unset: where exact, true: or fail."
+        },
+    )
+    exchange_rows: bool = field(
+        default=False,
+        metadata={"help": "Let rows move between processes, so that each has about as much to compute."},
+    )
     reset_advantage_state: bool = field(
         default=False,
         metadata={"help": "Resume without the checkpoint's estimator state, to go on with another method on purpose."},
@@ -59,6 +74,9 @@ class AdvantageGRPOConfig(GRPOConfig):
         require(extra >= 0, "num_extra_generations", extra, "be at least 0", "use the method's own number")
         low, high = self.reward_min, self.reward_max
         require(low < high, "reward_min", low, f"lie below reward_max={high}", "swap the two")
+        should = "be False where `compact_updates=False` keeps rows in place"
+        is_possible = not (self.exchange_rows and self.compact_updates is False)
+        require(is_possible, "exchange_rows", self.exchange_rows, should, "drop one of the two")
         if self.bf16 is None and not (self.fp16 or self.use_cpu or torch.accelerator.is_available()):
             self.use_cpu, self.bf16 = True, False
             logger.warning("No accelerator found: training on the CPU in float32 (use_cpu=True, bf16=False).")

@@ -1,8 +1,8 @@
 """`AdvantageGRPOTrainer`: TRL's `GRPOTrainer` with a place to change the advantage.
 
-The one file where TRL's shape shows, and long for that reason. It wraps methods of TRL and copies no body:
-`_generate`, `_calculate_rewards` and `_generate_and_score_completions` (the advantages), `_compute_loss` (rows left
-out of the loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
+Beside `compact.py` the one file where TRL's shape shows, and long for that reason. It wraps methods of TRL and copies
+no body: `_generate`, `_calculate_rewards` and `_generate_and_score_completions` (the advantages, and rows left out of
+the loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
 """
 
 import copy
@@ -17,9 +17,9 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
-from grpo_ext.batching import ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
+from grpo_ext.batching import LOSS_SCALE, ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
 from grpo_ext.callbacks import AdvantageCallback
 from grpo_ext.checkpoint import (
     choose_checkpoint,
@@ -29,6 +29,7 @@ from grpo_ext.checkpoint import (
     on_main_process,
     save_state,
 )
+from grpo_ext.compact import CompactGRPOTrainer
 from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
 from grpo_ext.estimator import AdvantageEstimator
@@ -38,11 +39,8 @@ from grpo_ext.resolution import for_evaluation, resolve_estimator
 
 logger = logging.get_logger(__name__)
 
-ROW_SCALE = "row_scale"
-"""Key of our factor among TRL's batch tensors, on the CPU: all rows / rows that stay in the loss."""
 
-
-class AdvantageGRPOTrainer(GRPOTrainer):
+class AdvantageGRPOTrainer(CompactGRPOTrainer):
     """
     `GRPOTrainer` whose advantages come from an estimator.
 
@@ -242,14 +240,9 @@ class AdvantageGRPOTrainer(GRPOTrainer):
         Takes rows out of the loss and its normalisers, as if they had not been sampled; only the router statistics of
         an auxiliary loss still see them.
         """
-        # Not every version of TRL has each of these attributes; Liger had a loss of its own before 1.14.
-        settings = {"_entropy_bonus_enabled": False, "aux_loss_enabled": False, "use_liger_kernel": False} | vars(self)
-        other_terms = {
-            "entropy bonus": settings["_entropy_bonus_enabled"],
-            "auxiliary loss": settings["aux_loss_enabled"],
-            "inseparable KL term (`use_liger_kernel`)": settings["use_liger_kernel"] and self.beta != 0.0,
-        }
-        check_exclusion(self.loss_type, other_terms)
+        has_liger = vars(self).get("use_liger_kernel", False)  # which had a loss of its own before TRL 1.14
+        other_terms = {"inseparable KL term (`use_liger_kernel`)": has_liger and self.beta != 0.0}
+        check_exclusion(self.loss_type, self._other_terms() | other_terms)
         num_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
         mask_rows(output, self._local_rows(excluded_N, output))
         num_kept_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
@@ -262,11 +255,7 @@ class AdvantageGRPOTrainer(GRPOTrainer):
             if self.beta == 0.0:
                 output["advantages"] = output["advantages"] * scale
             else:  # the KL term does not scale with the advantage
-                output[ROW_SCALE] = torch.tensor(scale, dtype=torch.float64)
-
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
-        return loss * float(inputs[ROW_SCALE]) if ROW_SCALE in inputs else loss
+                output[LOSS_SCALE] = torch.tensor(scale, dtype=torch.float64)
 
     # Checkpoints
 

@@ -1,5 +1,6 @@
 """Tiny training runs on the shipped policy."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,37 @@ def make_trainer(
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     kwargs.setdefault("train_dataset", DATA)
     return trainer_class(model=str(POLICY_PATH), reward_funcs=functions, args=args, **kwargs)
+
+
+def use_float64(trainer: GRPOTrainer, monkeypatch: Any) -> None:
+    """Model and rewards in float64, rotary tables and TRL's float32 log-prob head included."""
+    trainer.model.double()
+    rewards = trainer._calculate_rewards
+
+    def calculate(*args):
+        trainer._gathered = (rewards(*args).double(), trainer._gathered[1])
+        return trainer._gathered[0]
+
+    monkeypatch.setattr(trainer, "_calculate_rewards", calculate)
+    rotary = trainer.model.model.rotary_emb
+
+    def rotate(x, position_ids):
+        angles = position_ids[..., None].double() * rotary.inv_freq.double()
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    monkeypatch.setattr(rotary, "forward", rotate)
+
+    method = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
+    num_results = 3 if "compute_aux_loss" in method.parameters else 2
+
+    def logps(model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        all_logps = logits.log_softmax(dim=-1)
+        chosen = all_logps.gather(2, input_ids[:, -logits_to_keep:, None]).squeeze(2)
+        return (chosen, -(all_logps.exp() * all_logps).sum(dim=-1).detach(), None)[:num_results]
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", logps)
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:

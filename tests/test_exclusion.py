@@ -1,11 +1,10 @@
 """A row the estimator leaves out changes the gradient as if it had never been sampled."""
 
 from dataclasses import dataclass, fields
-from inspect import signature
 
 import pytest
 import torch
-from _training import even_digits, loss_mask, make_args, make_trainer
+from _training import even_digits, loss_mask, make_args, make_trainer, use_float64
 from torch import Tensor
 from trl import GRPOConfig
 
@@ -33,36 +32,6 @@ class LeaveOut(AdvantageEstimator):
         is_out_PG[:, list(self.places)] = True
         is_out_PG[0] = False  # groups lose different numbers of rows
         return is_out_PG
-
-
-def use_float64(trainer, monkeypatch):
-    """Model and rewards in float64, rotary tables and TRL's float32 log-prob head included."""
-    trainer.model.double()
-    rewards = trainer._calculate_rewards
-
-    def calculate(*args):
-        trainer._gathered = (rewards(*args).double(), trainer._gathered[1])
-        return trainer._gathered[0]
-
-    monkeypatch.setattr(trainer, "_calculate_rewards", calculate)
-    rotary = trainer.model.model.rotary_emb
-
-    def rotate(x, position_ids):
-        angles = position_ids[..., None].double() * rotary.inv_freq.double()
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
-
-    monkeypatch.setattr(rotary, "forward", rotate)
-
-    num_results = 3 if "compute_aux_loss" in signature(trainer._get_per_token_logps_and_entropies).parameters else 2
-
-    def logps(model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        all_logps = logits.log_softmax(dim=-1)
-        chosen = all_logps.gather(2, input_ids[:, -logits_to_keep:, None]).squeeze(2)
-        return (chosen, -(all_logps.exp() * all_logps).sum(dim=-1).detach(), None)[:num_results]
-
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", logps)
 
 
 def gradient(trainer, batch) -> torch.Tensor:
@@ -97,7 +66,7 @@ def without_rows(batch, keep, raw_advantages):
     }
     rebuilt["advantages"] = raw_advantages[keep]
     rebuilt["num_items_in_batch"] = rebuilt["completion_mask"].sum()
-    rebuilt.pop("row_scale", None)
+    rebuilt.pop("loss_scale", None)
     return rebuilt
 
 

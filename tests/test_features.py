@@ -102,7 +102,7 @@ def build(tmp_path, monkeypatch, feature, trainer_class=Recorder, estimator=None
     missing = sorted(settings.keys() - KNOWN_SETTINGS - {"success_reward"})
     if missing:
         pytest.skip(f"this version of TRL has no {', '.join(missing)}")
-    settings = {"max_steps": 2, "temperature": 3.0, **settings, **more}
+    settings = {"max_steps": 2, "temperature": 3.0, "compact_updates": False, **settings, **more}
     kwargs = make(monkeypatch)
     if estimator is not None:
         extra = estimator.num_extra_generations
@@ -133,6 +133,23 @@ def assert_same_training(stock, ours):
 def test_grpo_equals_trl(tmp_path, monkeypatch, feature):
     stock = train(build(tmp_path, monkeypatch, feature, StockRecorder))
     assert_same_training(stock, train(build(tmp_path, monkeypatch, feature)))
+
+
+@every_feature
+def test_compact_updates_equal_trl_but_for_the_order_of_sums(tmp_path, monkeypatch, feature):
+    """Same advantages bit for bit; weights, moved by the plain gradient, as far as float32 adds up alike."""
+    plain = {"adam_epsilon": 1.0, "learning_rate": 0.5, "max_grad_norm": 0.0, "compact_updates": None}
+    stock = train(build(tmp_path, monkeypatch, feature, StockRecorder, **plain))
+    ours = build(tmp_path, monkeypatch, feature, **plain)
+    start = {name: value.clone() for name, value in weights(ours).items()}
+    train(ours)
+    for expected, found in zip(stock.recorded, ours.recorded, strict=True):
+        assert torch.equal(expected, found)
+    moved = {name: (value - start[name]).abs().max() for name, value in weights(stock).items()}
+    differs = {name: (value - weights(ours)[name]).abs().max() for name, value in weights(stock).items()}
+    assert max(differs.values()) <= 1e-5 * max(moved.values())
+    is_compact = any("compact/live_rows" in log for log in ours.state.log_history)
+    assert is_compact == (feature != "images")
 
 
 def watch(trainer):

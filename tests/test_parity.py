@@ -30,7 +30,7 @@ from grpo_ext.statistics import batch_std, group_std
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_grpo_equals_trl_bit_for_bit(tmp_path, scale_rewards, aggregation):
     settings = {"scale_rewards": scale_rewards, "multi_objective_aggregation": aggregation}
-    settings["reward_weights"] = [1.0, 0.5]
+    settings |= {"reward_weights": [1.0, 0.5], "compact_updates": False}
     runs = []
     for trainer_class in (StockRecorder, Recorder):
         args = make_args(tmp_path, **settings)
@@ -50,7 +50,8 @@ def test_grpo_equals_trl_bit_for_bit(tmp_path, scale_rewards, aggregation):
 def test_grpo_equals_trl_with_unscorable_rows(tmp_path, scale_rewards):
     runs = []
     for trainer_class in (StockRecorder, Recorder):
-        runs.append(make_trainer(make_args(tmp_path, scale_rewards=scale_rewards), short_or_none, trainer_class))
+        args = make_args(tmp_path, scale_rewards=scale_rewards, compact_updates=False)
+        runs.append(make_trainer(args, short_or_none, trainer_class))
         runs[-1].train()
     stock, ours = runs
     assert any(torch.isnan(torch.tensor(list(stock._logs["rewards"]["short_or_none"]))))
@@ -62,7 +63,8 @@ def test_another_formula_is_not_equal(tmp_path):
     """The comparison above can fail: the population standard deviation changes advantages and weights."""
     runs = []
     for trainer_class, kwargs in ((StockRecorder, {}), (Recorder, {"advantage_estimator": GRPO(std_ddof=0)})):
-        runs.append(make_trainer(make_args(tmp_path), even_digits, trainer_class, **kwargs))
+        args = make_args(tmp_path, compact_updates=False)
+        runs.append(make_trainer(args, even_digits, trainer_class, **kwargs))
         runs[-1].train()
     stock, ours = runs
     assert not all(torch.equal(a, b) for a, b in zip(stock.recorded, ours.recorded, strict=True))
@@ -85,6 +87,7 @@ def test_standard_deviations_are_trls_to_the_last_bit(shape):
         ("_generate", ["self", "prompts"]),
         ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         ("_generate_and_score_completions", ["self", "inputs"]),
+        ("_prepare_inputs", ["self", "generation_batch"]),
         ("_compute_loss", ["self", "model", "inputs"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
@@ -112,7 +115,8 @@ def test_trl_has_the_keys_we_touch(tmp_path):
     trainer = make_trainer(make_args(tmp_path, max_steps=1, beta=0.1), trainer_class=StockRecorder)
     trainer.train()
     names = "accelerator args state _step _metrics _logs loss_type beta num_iterations num_generations "
-    names += "num_generations_eval reward_weights reward_func_names callback_handler"
+    names += "num_generations_eval reward_weights reward_func_names callback_handler "
+    names += "_buffered_inputs importance_sampling_level top_entropy_quantile"
     assert [name for name in names.split() if not hasattr(trainer, name)] == []
     batch = trainer._buffered_inputs[0]
     assert {"completion_ids", "completion_mask", "advantages", "num_items_in_batch"} <= set(batch)

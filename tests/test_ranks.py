@@ -20,7 +20,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO, METHODS, AdaptiveForgetting, UniformRewards
-from grpo_ext.trainer import ROW_SCALE
+from grpo_ext.batching import LOSS_SCALE
 
 pytestmark = pytest.mark.filterwarnings("ignore:MC-GRPO should see an odd number")
 
@@ -108,7 +108,7 @@ def run(trainer: GRPOTrainer, num_ranks: int) -> list[list[dict]]:
                 {
                     "local": {"advantages": output["advantages"], "loss_mask": loss_mask(output)},
                     "num_items": output["num_items_in_batch"].reshape(()),
-                    "scale": output.get(ROW_SCALE, torch.tensor(1.0)),
+                    "scale": output.get(LOSS_SCALE, torch.tensor(1.0)),
                     "logged": list(own._logs["advantages"]),
                     "metrics": copy.deepcopy(own._metrics["train"]),
                     "state": own.advantage_estimator.state_dict(),

@@ -1,0 +1,114 @@
+"""One rank of a real launch that trains on the same rows three times: as TRL does, compactly, and with exchange.
+
+Which rows have advantages depends on the batch: all, half, those of one rank alone, none; in every other batch an
+estimator leaves rows out as well. One process that sees the same rows is the reference.
+"""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _training import make_args, make_trainer, use_float64
+from _worker import digits, write
+from accelerate import Accelerator
+from torch import Tensor
+
+from grpo_ext import AdvantageGRPOTrainer
+from grpo_ext.batching import ROW_MEAN_LOSSES, TOKEN_MEAN_LOSSES
+from grpo_ext.estimator import AdvantageEstimator
+from grpo_ext.groups import RewardGroups
+
+NUM_GROUPS, NUM_COMPLETIONS, NUM_STEPS = 10, 4, 50
+LOSSES = [*TOKEN_MEAN_LOSSES, *ROW_MEAN_LOSSES]
+MODES = {"stock": {"compact_updates": False}, "compact": {}, "exchange": {"exchange_rows": True}}
+
+
+@dataclass
+class Uneven(AdvantageEstimator):
+    """Random advantages for some of the groups."""
+
+    num_batches: int = field(init=False, default=0)
+
+    def is_live(self) -> Tensor:
+        half = torch.arange(NUM_GROUPS) < NUM_GROUPS // 2
+        random = torch.rand(NUM_GROUPS, generator=torch.Generator().manual_seed(self.num_batches)) < 0.5
+        return [random, half, torch.ones_like(half), ~half, torch.zeros_like(half)][self.num_batches % 5]
+
+    def estimate(self, groups: RewardGroups) -> Tensor:
+        generator = torch.Generator().manual_seed(self.num_batches)
+        advantages_PG = torch.randn(groups.rewards_PG.shape, generator=generator, dtype=torch.float64)
+        return groups.restrict((advantages_PG * self.is_live().unsqueeze(1)).to(groups.rewards_PG))
+
+    def excluded(self, groups: RewardGroups) -> Tensor:
+        generator = torch.Generator().manual_seed(self.num_batches)
+        is_out_PG = torch.rand(groups.rewards_PG.shape, generator=generator) < 0.2
+        return is_out_PG & (self.num_batches % 2 == 0)
+
+    def update(self, groups: RewardGroups) -> None:
+        self.num_batches += 1
+
+
+class Worker(AdvantageGRPOTrainer):
+    """Changes the loss with each generation, and shuffles rows alike in every mode."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self._step % self.args.steps_per_generation == 0:
+            self.loss_type = LOSSES[self._step // self.args.steps_per_generation % len(LOSSES)]
+            self.importance_sampling_level = "sequence" if self.loss_type == "luspo" else "token"
+            torch.manual_seed(100 * self._step + self.accelerator.process_index)
+        return super()._prepare_inputs(generation_batch)
+
+
+def length(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def run(folder: Path, num_processes: int, precision: str, mode: str) -> None:
+    """Two optimizer steps of two micro-batches for each generation."""
+    args = make_args(
+        folder,
+        num_generations=NUM_COMPLETIONS,
+        per_device_train_batch_size=NUM_GROUPS * NUM_COMPLETIONS // 4 // num_processes,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        max_steps=NUM_STEPS,
+        adam_epsilon=1.0,  # nearly linear in the gradient: what differs by rounding stays so
+        learning_rate=0.01,
+        max_grad_norm=0.0,
+        model_init_kwargs={"device_map": None},
+        **MODES[mode],
+    )
+    trainer = make_trainer(args, length, Worker, advantage_estimator=Uneven(), rollout_func=write)
+    if precision == "float64":
+        use_float64(trainer, pytest.MonkeyPatch())
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    record = {
+        "num_processes": trainer.accelerator.num_processes,
+        "engine": type(trainer.model_wrapped).__name__,
+        "log": [line for line in trainer.state.log_history if "loss" in line],
+    }
+    torch.save(record, folder / f"rank{trainer.accelerator.process_index}.pt")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--num_processes", type=int, required=True)
+    parser.add_argument("--precision", required=True)
+    options = parser.parse_args()
+    found = make_args(options.folder).world_size  # after which accelerate knows its processes
+    if found != options.num_processes:
+        raise SystemExit(f"The launch should bring up {options.num_processes} processes, found {found}.")
+    assert len({len(digits("1+1=", place)) for place in range(NUM_COMPLETIONS)}) > 1
+    for mode in MODES:
+        run(options.folder / mode, options.num_processes, options.precision, mode)
+    Accelerator().end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Rows of TRL's batches: what each needs, where it goes, and that none is lost."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollouts import Shape, draw
+from trl.trainer.utils import split_tensor_dict
+
+from grpo_ext.batching import (
+    LOSS_SCALE,
+    MICRO_STEP,
+    Trim,
+    concatenate,
+    crop,
+    deal,
+    find_limits,
+    find_needed,
+    find_unknown,
+    keep_places,
+    make_filler,
+    make_plan,
+    measure,
+    pack,
+    pool_rows,
+    survey,
+    take,
+    unpack,
+)
+
+BOTH = Trim(left=True, right=True)
+
+
+def make_batch():
+    """Three rows: prompts of 2, 1 and 3 tokens, completions of 3, 1 and 0 (masked by TRL as truncated)."""
+    return {
+        "prompt_ids": torch.tensor([[0, 5, 6], [0, 0, 7], [5, 6, 7]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [0, 0, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[8, 9, 1, 0], [1, 0, 0, 0], [8, 8, 8, 8]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "advantages": torch.tensor([0.5, 0.0, -1.0]),
+        "num_items_in_batch": torch.tensor(4),
+    }
+
+
+def test_widths_and_loss_tokens_are_counted():
+    batch = make_batch()
+    assert measure(batch, BOTH).tolist() == [[2, 3, 3], [1, 1, 1], [3, 1, 0]]
+    assert measure(batch, Trim(left=False, right=True)).tolist() == [[3, 3, 3], [3, 1, 1], [3, 1, 0]]
+    assert measure(batch, Trim(left=False, right=False)).tolist() == [[3, 4, 3], [3, 4, 1], [3, 4, 0]]
+    assert measure(batch, Trim(True, True, multiple=2)).tolist() == [[2, 4, 3], [2, 2, 1], [4, 2, 0]]
+    batch["tool_mask"] = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
+    assert measure(batch, BOTH).tolist() == [[2, 3, 2], [1, 1, 0], [3, 1, 0]]  # read by the model, if not by the loss
+
+
+def test_rows_without_a_token_in_the_loss_or_without_advantage_are_not_needed():
+    batch = make_batch()
+    assert find_needed(batch, prunes=True).tolist() == [True, False, False]
+    assert find_needed(batch, prunes=False).tolist() == [True, True, False]
+    batch["advantages"] = torch.tensor([[0.0, 0.0, 0.0, 9.0], [0.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    assert find_needed(batch, prunes=True).tolist() == [False, False, False]  # all outside the loss
+    batch["advantages"][1, 0] = -1.0
+    assert find_needed(batch, prunes=True).tolist() == [False, True, False]
+
+
+def test_a_survey_tells_the_width_of_all_and_the_size_of_the_needed():
+    batch = make_batch()
+    assert survey([batch], BOTH, drops=True, prunes=True).tolist() == [[3, 4, 4], [2, 3, 3], [0, 0, 0], [0, 0, 0]]
+    assert survey([batch], BOTH, drops=False, prunes=False).tolist() == [[3, 4, 4], [2, 3, 3], [1, 1, 1], [3, 1, 0]]
+
+
+def test_columns_are_cut_where_padding_is():
+    batch = make_batch() | {
+        "old_per_token_logps": torch.arange(12.0).view(3, 4),
+        "importance_sampling_ratio": torch.ones(3, 1),
+    }
+    cut = crop(take(batch, [1]), 1, 1)
+    assert cut["prompt_ids"].tolist() == [[7]]
+    assert cut["completion_ids"].tolist() == [[1]]
+    assert cut["old_per_token_logps"].tolist() == [[4.0]]
+    assert cut["importance_sampling_ratio"].shape == (1, 1)
+    assert cut["advantages"].tolist() == [0.0]
+
+
+def test_a_filler_has_one_token_and_no_loss():
+    ratio = {"importance_sampling_ratio": torch.full((3, 4), 7.0), "ref_per_token_logps": torch.full((3, 4), -90.0)}
+    filler = make_filler(make_batch() | ratio | {"notes": ["a", "b", "c"]})
+    assert measure(filler, BOTH).tolist() == [[1, 1, 0]]
+    assert not find_needed(filler, prunes=False)
+    assert filler["advantages"].tolist() == [0.0]
+    assert not filler["ref_per_token_logps"].any()
+    assert filler["importance_sampling_ratio"].eq(1).all()
+    assert filler["notes"] == ["a"]
+
+
+def test_unknown_tensors_are_named():
+    batch = make_batch()
+    assert find_unknown(batch, moves=True) is None
+    assert find_unknown(batch | {"pixel_values": torch.ones(3, 5)}, moves=False) == "pixel_values"
+    assert find_unknown(batch | {"num_images": [1, 1]}, moves=False) == "num_images"
+    assert find_unknown(batch | {"tiles": torch.ones(7)}, moves=False) == "tiles"
+    own = {"row": torch.arange(3), "note": ["a", "b", "c"], "missing": None, "total": torch.tensor(3.0)}
+    assert find_unknown(batch | own, moves=False) is None
+    assert find_unknown(batch | own, moves=True) == "note"
+
+
+def test_limits():
+    assert find_limits("dapo", 0.0, {"entropy bonus": False}) == ([], [])
+    assert find_limits("grpo", 0.1, {})[0] == []
+    assert find_limits("bnpo", 0.1, {})[0] != []
+    assert find_limits("bnpo", 0.0, {}) == ([], [])
+    assert find_limits("mine", 0.0, {})[0] == ["unknown `loss_type='mine'`"]
+    assert find_limits("dapo", 0.0, {"entropy bonus": True})[0] == ["entropy bonus"]
+    assert "0.1" in find_limits("dapo", 0.1, {})[1][0]
+
+
+# Plans of several ranks
+
+RANKS = st.sampled_from([1, 2, 3])
+
+
+def make_ranks(num_ranks, seed, lives, num_steps=4, size=3):
+    """Stock micro-batches of each rank, whose rows carry their number."""
+    ranks = []
+    for rank in range(num_ranks):
+        shape = Shape(num_rows=num_steps * size, num_generations=size, prompt=(1, 6), mean=8, cap=30, vocabulary=20)
+        batch = draw(shape, lives[rank % len(lives)], 100 * seed + rank)
+        batch["row"] = torch.arange(shape.num_rows) + rank * shape.num_rows
+        ranks.append(split_tensor_dict(batch, num_steps))
+    return ranks
+
+
+def deal_all(ranks, exchanges, loss_type="dapo", prunes=True):
+    """The micro-batches of every rank, as the trainer makes them, with the plan."""
+    table_RB3 = torch.stack([survey(batches, BOTH, drops=True, prunes=prunes) for batches in ranks]).numpy()
+    sizes_RB3, widths_R2 = table_RB3[:, 1:], table_RB3[:, 0, :2]
+    plan = make_plan(sizes_RB3, widths_R2, int(table_RB3[:, 0, 2].sum()), len(ranks[0]), exchanges)
+    pools = [pool_rows(batches, loss_type) for batches in ranks]
+    num_rows = sizes_RB3.shape[1]
+    if not exchanges:
+        index = [np.arange(sizes_RB3[:, :, 0].size) - rank * num_rows for rank in range(len(ranks))]
+        return [deal(pool, plan, rank, index[rank], loss_type) for rank, pool in enumerate(pools)], plan, sizes_RB3
+    widths = widths_R2.max(axis=0).tolist()
+    packed = torch.cat([pack(pool, num_rows, widths) for pool in pools])
+    index_N = np.arange(sizes_RB3[:, :, 0].size)
+    dealt = [deal(unpack(packed, pool, widths), plan, rank, index_N, loss_type) for rank, pool in enumerate(pools)]
+    return dealt, plan, sizes_RB3
+
+
+@settings(max_examples=40, deadline=None)
+@given(RANKS, st.booleans(), st.integers(0, 10**6), st.sampled_from([(0.0,), (1.0,), (0.5, 0.0), (0.25, 1.0, 0.5)]))
+def test_every_needed_row_is_computed_once_by_micro_batches_no_larger_than_before(num_ranks, exchanges, seed, lives):
+    ranks = make_ranks(num_ranks, seed, lives)
+    dealt, plan, _ = deal_all(ranks, exchanges)
+    before = {int(row): (batch, i) for part in ranks for batch in part for i, row in enumerate(batch["row"])}
+    needed = {row for row, (batch, i) in before.items() if batch["advantages"][i] != 0}
+    found = []
+    for part in dealt:
+        assert len(part) == len(ranks[0])
+        assert [len(batch["row"]) for batch in part] == plan.counts_K.tolist()
+        for batch in part:
+            for i, row in enumerate(batch["row"].tolist()):
+                if not batch["completion_mask"][i].any():
+                    assert batch["prompt_mask"][i].sum() == 1
+                    continue
+                found.append(row)
+                stock, place = before[row]
+                for name in ("prompt", "completion"):
+                    seen, expected = (
+                        each[f"{name}_ids"][j][each[f"{name}_mask"][j] == 1] for each, j in ((batch, i), (stock, place))
+                    )
+                    assert torch.equal(seen, expected)
+                assert batch["advantages"][i] == stock["advantages"][place]
+    assert sorted(found) == sorted(needed)
+    stock_tokens = [part[0]["prompt_ids"].numel() + part[0]["completion_ids"].numel() for part in ranks]
+    caps = [max(stock_tokens) if exchanges else own for own in stock_tokens]
+    for rank, part in enumerate(dealt):
+        sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in part]
+        widest = max(batch["prompt_ids"].size(1) for part in ranks for batch in part)
+        widest += max(batch["completion_ids"].size(1) for part in ranks for batch in part)
+        assert max(sizes) <= (3 * widest if exchanges else caps[rank])
+        assert sum(sizes) == plan.padded_R[rank]
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_factors_make_up_for_the_row_mean_and_for_bnpos_tokens(exchanges):
+    """A_i / D_m of each row: before, of its own micro-batch; after, of the one it came to."""
+    ranks = make_ranks(2, 1, (0.5, 1.0))
+    for loss_type in ("grpo", "bnpo"):
+        expected, found = {}, {}
+        for part in ranks:
+            for batch in part:
+                divisor = len(batch["row"]) if loss_type == "grpo" else batch["completion_mask"].sum()
+                expected |= dict(zip(batch["row"].tolist(), (batch["advantages"] / divisor).tolist(), strict=True))
+        dealt, _, _ = deal_all(ranks, exchanges, loss_type)
+        for batch in (batch for part in dealt for batch in part):
+            divisor = len(batch["row"]) if loss_type == "grpo" else batch["completion_mask"].sum().clamp(min=1)
+            values = batch["advantages"] / divisor * float(batch.get(LOSS_SCALE, 1.0))
+            is_real = batch["completion_mask"].any(dim=1)
+            found |= dict(zip(batch["row"][is_real].tolist(), values[is_real].tolist(), strict=True))
+        assert found == pytest.approx({row: value for row, value in expected.items() if value}, rel=1e-6)
+
+
+def test_a_scale_of_before_is_kept():
+    ranks = [[batch | {LOSS_SCALE: torch.tensor(2.0, dtype=torch.float64)} for batch in make_ranks(1, 0, (0.5,))[0]]]
+    dealt, plan, _ = deal_all(ranks, False, "grpo")
+    assert [float(batch[LOSS_SCALE]) for batch in dealt[0]] == [2.0 * count / 3 for count in plan.counts_K]
+
+
+def test_shares_weigh_a_micro_batch_by_what_it_holds():
+    """Means over micro-batches, weighted so, are means over all tokens, live tokens and rows."""
+    dealt, plan, sizes_RB3 = deal_all(make_ranks(2, 3, (0.5, 0.75)), False)
+    tokens_K = [sum(int(part[k]["completion_mask"].sum()) for part in dealt) for k in range(4)]
+    num_all = sum(int(batch["completion_mask"].sum()) for part in make_ranks(2, 3, (0.5, 0.75)) for batch in part)
+    for k, step in enumerate(plan.steps_K):
+        assert step.tokens == pytest.approx(tokens_K[k] * 4 / num_all)
+        assert step.live_tokens == pytest.approx(tokens_K[k] * 4 / sum(tokens_K))
+        assert step.rows == plan.counts_K[k] * 4 / 12
+        num_fillers = sum(int((~part[k]["completion_mask"].any(dim=1)).sum()) for part in dealt)
+        assert step.fillers == pytest.approx(num_fillers / (2 * plan.counts_K[k]))
+        assert step.live_rows == pytest.approx(2 * plan.counts_K[k] * 4 / (sizes_RB3[:, :, 0] > 0).sum())
+        assert all(part[k][MICRO_STEP] is step for part in dealt)
+
+
+def test_bytes_are_the_rows_again():
+    """Mixed types and widths, rows of two ranks padded to each other's."""
+    first, second = make_batch(), crop(take(make_batch(), [1, 0]), 2, 3)
+    for seed, batch in enumerate((first, second)):
+        generator = torch.Generator().manual_seed(seed)
+        shape = batch["completion_ids"].shape
+        batch["old_per_token_logps"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        batch["importance_sampling_ratio"] = torch.rand(shape[0], 1, generator=generator)
+        batch["row"] = torch.tensor([2**40, 7, 9])[: shape[0]]
+    packed = torch.cat([pack(batch, 4, (3, 4)) for batch in (first, second)])
+    assert packed.dtype == torch.uint8
+    # ids 4 bytes, masks 1, float64 8, advantage and ratio 4, row 8
+    assert packed.shape == (8, 3 * (4 + 1) + 4 * (4 + 1 + 8) + 4 + 4 + 8)
+    found = unpack(packed, first, (3, 4))
+    assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in first.items()}
+    for name, value in first.items():
+        assert torch.equal(found[name][:3] if value.dim() else found[name], value)
+    again = crop(take(found, [4, 5]), 2, 3)
+    assert all(torch.equal(again[name], value) for name, value in second.items())
+    assert not measure(take(found, [3, 6, 7]), BOTH)[:, 2].any()
+
+
+def test_keeping_places_only_cuts():
+    batches = make_ranks(1, 0, (0.5,))[0]
+    table = survey(batches, BOTH, drops=False, prunes=False).numpy()
+    plan = keep_places(table[None, 1:], int(table[0, 2]), 4)
+    assert [rows.tolist() for rows in plan.rows_RK[0]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    for batch, widths in zip(batches, plan.widths_RK2[0].tolist(), strict=True):
+        assert widths == measure(batch, BOTH)[:, :2].amax(dim=0).tolist()
+    assert len(concatenate(batches)["row"]) == 12
+
+
+# How good the plans are
+
+
+def simulate(num_ranks, live, exchanges, seed, size=8, num_rows=32, num_generations=8):
+    """Padded tokens per rank, tokens needed and stock's, for the benchmark's lengths."""
+    sizes, widths, stock, num_tokens = [], [], 0, 0
+    generator = np.random.default_rng(seed)
+    num_groups = num_ranks * num_rows // num_generations
+    lives = np.repeat(generator.permutation(num_groups) < round(live * num_groups), num_generations)
+    for rank in range(num_ranks):
+        batch = draw(Shape(num_rows=num_rows, num_generations=num_generations), 1.0, 1000 * seed + rank)
+        batch["advantages"] = torch.from_numpy(lives[rank * num_rows : (rank + 1) * num_rows].astype(np.float32))
+        table = survey([batch], BOTH, drops=True, prunes=True).numpy()
+        sizes.append(table[1:])
+        widths.append(table[0, :2])
+        stock += num_rows * table[0, :2].sum()
+        num_tokens += table[0, 2]
+    plan = make_plan(np.stack(sizes), np.stack(widths), num_tokens, num_rows // size, exchanges)
+    return plan.padded_R, np.stack(sizes)[:, :, :2].sum(), stock
+
+
+@pytest.mark.parametrize(("live", "bar"), [(0.2, 0.12), (0.5, 0.28), (0.8, 0.38), (1.0, 0.5)])
+def test_padded_tokens_are_near_the_least_possible(live, bar):
+    """Over 30 draws of 40 rows in micro-batches of 4, and of 64 in 8."""
+    for size, num_rows, num_generations in ((4, 40, 4), (8, 64, 8)):
+        drawn = [simulate(1, live, False, seed, size, num_rows, num_generations) for seed in range(30)]
+        assert max(padded_R.sum() / needed for padded_R, needed, _ in drawn) <= 1.35
+        assert np.mean([padded_R.sum() / stock for padded_R, _, stock in drawn]) <= bar
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_exchange_balances_eight_ranks(size):
+    """The slowest of eight ranks, over 30 draws; without exchange it has up to twice the mean."""
+    ratios = {}
+    for exchanges in (False, True):
+        drawn = [simulate(8, 0.5, exchanges, seed, size)[0] for seed in range(30)]
+        ratios[exchanges] = [padded_R.max() / padded_R.mean() for padded_R in drawn]
+    assert max(ratios[True]) <= 1.15
+    assert np.mean(ratios[False]) > 1.4
