@@ -1,7 +1,7 @@
-"""Rows of the batches that TRL buffers: which of them the loss needs, and how they are dealt to micro-batches.
+"""Rows of the batches that TRL buffers: which of them the loss needs, and how to move them.
 
-Pure functions on TRL's dicts of row-aligned tensors, and on the sizes of their rows. Axes: see `groups.py`; B are this
-rank's rows of one optimizer step. Besides, K micro-batches of that step, R ranks, L rows of one rank after dealing.
+Pure functions on TRL's dicts of row-aligned tensors. Where rows go is decided in `packing.py`. Axes: see `groups.py`
+and there.
 
 Row i of micro-batch m has the gradient A_i G_i / D_m, with D_m the rows of m (`ROW_MEAN_LOSSES`), its loss tokens
 (bnpo) or a constant. So a row with A_i = 0 may leave, and any row may move to another micro-batch of the same
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_ext.packing import split_rows
+from grpo_ext.packing import Plan
 
 Batch = dict[str, Any]
 
@@ -167,16 +167,16 @@ def find_needed(batch: Batch, prunes: bool) -> Tensor:
     return is_needed_BT.any(dim=1)
 
 
-def survey(batches: Sequence[Batch], trim: Trim, drops: bool, prunes: bool) -> Tensor:
+def survey(rows: Batch, trim: Trim, drops: bool, prunes: bool) -> Tensor:
     """
     `measure` of all rows, zero where one leaves (B, 3), below the widths of prompts and completions and the number of
     loss tokens of all rows: int64 (B + 1, 3).
     """
-    sizes_B3 = torch.cat([measure(batch, trim) for batch in batches])
-    widths = [batches[0][name].size(1) for name in ("prompt_ids", "completion_ids")]
-    header_3 = sizes_B3.new_tensor([*widths, sizes_B3[:, 2].sum()])
+    sizes_B3 = measure(rows, trim)
+    widths = [rows[name].size(1) for name in ("prompt_ids", "completion_ids")]
+    header_3 = torch.cat([sizes_B3.new_tensor(widths), sizes_B3[:, 2].sum().view(1)])
     if drops:
-        sizes_B3 = sizes_B3 * torch.cat([find_needed(batch, prunes) for batch in batches]).unsqueeze(1)
+        sizes_B3 = sizes_B3 * find_needed(rows, prunes).unsqueeze(1)
     return torch.cat([header_3.unsqueeze(0), sizes_B3])
 
 
@@ -196,14 +196,23 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 def take(batch: Batch, index: Sequence[int]) -> Batch:
     """Some of the rows of a batch, in the order of the index."""
+    places = torch.tensor(index, dtype=torch.long, device=batch["completion_ids"].device)
 
     def pick(value: Any) -> Any:
         if isinstance(value, list):
             return [value[i] for i in index]
         is_aligned = isinstance(value, Tensor) and value.dim()
-        return value[torch.tensor(index, dtype=torch.long, device=value.device)] if is_aligned else value
+        return value[places.to(value.device)] if is_aligned else value
 
     return {name: pick(value) for name, value in batch.items()}
+
+
+def cut(batch: Batch, start: int, stop: int) -> Batch:
+    """Neighbouring rows of a batch."""
+    return {
+        name: value[start:stop] if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()) else value
+        for name, value in batch.items()
+    }
 
 
 def crop(batch: Batch, prompt_width: int, completion_width: int) -> Batch:
@@ -228,132 +237,13 @@ def make_filler(batch: Batch) -> Batch:
 # Dealing rows
 
 
-@dataclass(frozen=True)
-class MicroStep:
-    """
-    What a micro-batch holds, over all ranks, in relation to the K micro-batches of its optimizer step.
-
-    Args:
-        tokens (`float`):
-            Its loss tokens, times K, over those of the step before any row left.
-        live_tokens (`float`):
-            The same over those of the rows that stayed; NaN without such a row.
-        rows (`float`):
-            Its rows, times K, over those of the step before any row left.
-        live_rows (`float`):
-            Its rows, times K, over the rows that stayed; NaN without such a row.
-        fillers (`float`):
-            Share of fillers among its rows.
-    """
-
-    tokens: float
-    live_tokens: float
-    rows: float
-    live_rows: float
-    fillers: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """
-    Who computes which rows, in K micro-batches of as many rows on every rank.
-
-    Args:
-        rows_RK (`list[list[np.ndarray]]`):
-            Rows of each rank's micro-batches, as rank * B + place, without fillers.
-        counts_K (`np.ndarray`):
-            Rows of each micro-batch, fillers included.
-        widths_RK2 (`np.ndarray`):
-            Width of the prompts and of the completions.
-        steps_K (`list[MicroStep]`):
-            The same on every rank.
-    """
-
-    rows_RK: list[list[np.ndarray]]
-    counts_K: np.ndarray
-    widths_RK2: np.ndarray
-    steps_K: list[MicroStep]
-
-    @property
-    def padded_R(self) -> np.ndarray:
-        """Tokens that each rank's model reads, padding included."""
-        return (self.widths_RK2.sum(axis=2) * self.counts_K).sum(axis=1)
-
-
-def make_plan(
-    sizes_RB3: np.ndarray, widths_R2: np.ndarray, num_tokens: int, num_steps: int, exchanges: bool = False
-) -> Plan:
-    """
-    Deals the rows of one optimizer step to micro-batches, longest first, so that as few tokens as possible are padding.
-
-    Args:
-        sizes_RB3 (`np.ndarray`):
-            `measure` of each rank's rows, zero where a row leaves; the same on every rank, and so is the plan.
-        widths_R2 (`np.ndarray`):
-            Each rank's width of prompts and completions before. No micro-batch holds more tokens than before.
-        num_tokens (`int`):
-            Loss tokens of all ranks' rows, those included that leave.
-        num_steps (`int`):
-            K.
-        exchanges (`bool`, *optional*, defaults to `False`):
-            Whether rows may move to another rank.
-    """
-    num_ranks, num_rows, _ = sizes_RB3.shape
-    sizes_N3 = sizes_RB3.reshape(-1, 3)
-    caps_R = num_rows // num_steps * (widths_R2.max(axis=0)[None] if exchanges else widths_R2).sum(axis=1)
-    prompts_N, completions_N = sizes_N3[:, 0], sizes_N3[:, 1]
-    plans = []
-    for lengths_N in (completions_N * (prompts_N.max() + 1) + prompts_N, completions_N + prompts_N):
-        order = np.argsort(-lengths_N, kind="stable")
-        order = order[prompts_N[order] > 0]
-        rows_R = [
-            order[rank::num_ranks] if exchanges else order[order // num_rows == rank] for rank in range(num_ranks)
-        ]
-        sizes_RL2 = np.ones((num_ranks, max(map(len, rows_R)), 2), dtype=np.int64)
-        for rank, rows in enumerate(rows_R):
-            sizes_RL2[rank, : len(rows)] = sizes_N3[rows, :2]
-        counts = split_rows(sizes_RL2, num_steps, np.broadcast_to(caps_R, num_ranks))
-        plans.append(_describe(sizes_N3, rows_R, counts, num_rows, num_tokens))
-    return min(plans, key=lambda plan: plan.padded_R.sum())
-
-
-def keep_places(sizes_RB3: np.ndarray, num_tokens: int, num_steps: int) -> Plan:
-    """The plan that only trims."""
-    num_ranks, num_rows, _ = sizes_RB3.shape
-    rows_R = list(np.arange(num_ranks * num_rows).reshape(num_ranks, num_rows))
-    counts = [num_rows // num_steps] * num_steps
-    return _describe(sizes_RB3.reshape(-1, 3), rows_R, counts, num_rows, num_tokens)
-
-
-def _describe(
-    sizes_N3: np.ndarray, rows_R: list[np.ndarray], counts: list[int], num_rows: int, num_tokens: int
-) -> Plan:
-    num_ranks, num_steps, counts_K = len(rows_R), len(counts), np.maximum(counts, 1)
-    rows_RK = [np.split(rows, np.cumsum(counts)[:-1]) for rows in rows_R]
-    widths_RK2 = np.array([[sizes_N3[rows, :2].max(axis=0, initial=1) for rows in rows_K] for rows_K in rows_RK])
-    tokens_K = np.array([[sizes_N3[rows, 2].sum() for rows in rows_K] for rows_K in rows_RK]).sum(axis=0)
-    live_K = np.array([[len(rows) for rows in rows_K] for rows_K in rows_RK]).sum(axis=0)
-
-    def share(values_K: np.ndarray, total: float) -> np.ndarray:
-        return values_K * num_steps / total if total else np.full(num_steps, np.nan)
-
-    shares = (
-        share(tokens_K, num_tokens),
-        share(tokens_K, tokens_K.sum()),
-        share(counts_K, num_rows),
-        share(num_ranks * counts_K, live_K.sum()),
-        1 - live_K / (num_ranks * counts_K),
-    )
-    return Plan(rows_RK, counts_K, widths_RK2, [MicroStep(*map(float, values)) for values in zip(*shares, strict=True)])
-
-
 def deal(pool: Batch, plan: Plan, rank: int, index_N: np.ndarray, loss_type: str) -> list[Batch]:
     """
     The micro-batches of one rank, their factors D_m' / D_m made up for.
 
     Args:
         pool (`Batch`):
-            Rows, from `pool_rows`.
+            Rows; for bnpo, `share_tokens` has been at them.
         plan (`Plan`):
             Whose rows go where.
         rank (`int`):
@@ -363,14 +253,14 @@ def deal(pool: Batch, plan: Plan, rank: int, index_N: np.ndarray, loss_type: str
         loss_type (`str`):
             TRL's.
     """
-    num_rows = len(pool["completion_ids"])
-    pool = concatenate([pool, make_filler(pool)])
-    batches = []
-    for rows, count, widths, step in zip(
-        plan.rows_RK[rank], plan.counts_K, plan.widths_RK2[rank], plan.steps_K, strict=True
-    ):
-        index = [*index_N[rows].tolist(), *[num_rows] * (int(count) - len(rows))]
-        batch = crop(take(pool, index), *widths.tolist()) | {MICRO_STEP: step}
+    filler, counts = len(pool["completion_ids"]), plan.counts_K.tolist()
+    index: list[int] = []
+    for rows, count in zip(plan.rows_RK[rank], counts, strict=True):
+        index += [*index_N[rows].tolist(), *[filler] * (count - len(rows))]
+    dealt, stop, batches = take(concatenate([pool, make_filler(pool)]), index), 0, []
+    for count, widths, step in zip(counts, plan.widths_RK2[rank].tolist(), plan.steps_K, strict=True):
+        start, stop = stop, stop + count
+        batch = crop(cut(dealt, start, stop), *widths) | {MICRO_STEP: step}
         if loss_type in ROW_MEAN_LOSSES:
             scale = float(batch.get(LOSS_SCALE, 1.0)) * step.rows
             batch[LOSS_SCALE] = torch.tensor(scale, dtype=torch.float64)
@@ -380,14 +270,12 @@ def deal(pool: Batch, plan: Plan, rank: int, index_N: np.ndarray, loss_type: str
     return batches
 
 
-def pool_rows(batches: Sequence[Batch], loss_type: str) -> Batch:
-    """All rows of an optimizer step; for bnpo, their advantages are divided by the tokens that they shared."""
-    if loss_type == "bnpo":
-        tokens = [count_loss_tokens(batch).clamp(min=1) for batch in batches]
-        batches = [
-            batch | {"advantages": batch["advantages"] / count} for batch, count in zip(batches, tokens, strict=True)
-        ]
-    return concatenate(batches)
+def share_tokens(rows: Batch, num_steps: int) -> Batch:
+    """For bnpo: the rows of an optimizer step, advantages divided by the loss tokens of the micro-batch they leave."""
+    tokens_B = find_loss_mask(rows).sum(dim=1)
+    divisor_B = tokens_B.view(num_steps, -1).sum(dim=1).clamp(min=1).repeat_interleave(len(tokens_B) // num_steps)
+    advantages = rows["advantages"]
+    return rows | {"advantages": advantages / (divisor_B if advantages.dim() == 1 else divisor_B.unsqueeze(1))}
 
 
 # Moving rows to other ranks

@@ -22,23 +22,21 @@ from grpo_ext.batching import (
     LOSS_SCALE,
     MICRO_STEP,
     Batch,
-    MicroStep,
-    Plan,
     Trim,
+    concatenate,
     crop,
     deal,
     find_limits,
     find_unknown,
-    keep_places,
-    make_plan,
     measure,
     pack,
-    pool_rows,
+    share_tokens,
     survey,
     take,
     unpack,
 )
 from grpo_ext.config import AdvantageGRPOConfig
+from grpo_ext.packing import MicroStep, Plan, keep_places, make_plan
 
 logger = logging.get_logger(__name__)
 
@@ -148,7 +146,8 @@ class CompactGRPOTrainer(GRPOTrainer):
         num_steps = len(batches) if regrouping else min(len(batches), self.args.gradient_accumulation_steps)
         found, counts = [], []
         for part in (batches[start : start + num_steps] for start in range(0, len(batches), num_steps)):
-            table_B3 = survey(part, self._trim, drops=not regrouping, prunes=not (regrouping or pruning))
+            rows = concatenate(part)
+            table_B3 = survey(rows, self._trim, drops=not regrouping, prunes=not (regrouping or pruning))
             table_RB3 = self.accelerator.gather(table_B3.unsqueeze(0)).cpu().numpy()
             sizes_RB3, widths_R2, num_tokens = table_RB3[:, 1:], table_RB3[:, 0, :2], int(table_RB3[:, 0, 2].sum())
             if regrouping:
@@ -158,20 +157,17 @@ class CompactGRPOTrainer(GRPOTrainer):
             else:
                 moves = self._settings.exchange_rows and len(widths_R2) > 1 and bool((widths_R2[:, 1] > 1).all())
                 plan = make_plan(sizes_RB3, widths_R2, num_tokens, num_steps, moves)
-                found += self._deal(part, plan, sizes_RB3, widths_R2, moves)
+                found += self._deal(rows, plan, sizes_RB3, widths_R2, moves)
+            live_rows_R, live_tokens_R = (sizes_RB3[:, :, 0] > 0).sum(axis=1), sizes_RB3[:, :, :2].sum(axis=(1, 2))
             stock_R = sizes_RB3.shape[1] * widths_R2.sum(axis=1)
-            counts.append(
-                [(sizes_RB3[:, :, 0] > 0).sum(axis=1), sizes_RB3[:, :, :2].sum(axis=(1, 2)), stock_R, plan.padded_R]
-            )
+            counts.append([live_rows_R, live_tokens_R, stock_R, plan.padded_R])
         self._log_counts(np.sum(counts, axis=0))
         return found
 
-    def _deal(
-        self, batches: list[Batch], plan: Plan, sizes_RB3: np.ndarray, widths_R2: np.ndarray, moves: bool
-    ) -> list[Batch]:
+    def _deal(self, rows: Batch, plan: Plan, sizes_RB3: np.ndarray, widths_R2: np.ndarray, moves: bool) -> list[Batch]:
         """This rank's micro-batches of one optimizer step, of its own rows or of everybody's."""
-        rank = self.accelerator.process_index
-        pool, is_needed_RB = pool_rows(batches, self.loss_type), sizes_RB3[:, :, 0] > 0
+        rank, is_needed_RB = self.accelerator.process_index, sizes_RB3[:, :, 0] > 0
+        pool = share_tokens(rows, len(plan.counts_K)) if self.loss_type == "bnpo" else rows
         index_N = np.arange(is_needed_RB.size) - rank * is_needed_RB.shape[1]
         if moves and is_needed_RB.any():
             num_rows, widths = int(is_needed_RB.sum(axis=1).max()), widths_R2.max(axis=0).tolist()

@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT / "benchmarks"))),
     }
     return {**os.environ, **own}
 

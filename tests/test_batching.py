@@ -18,16 +18,15 @@ from grpo_ext.batching import (
     find_limits,
     find_needed,
     find_unknown,
-    keep_places,
     make_filler,
-    make_plan,
     measure,
     pack,
-    pool_rows,
+    share_tokens,
     survey,
     take,
     unpack,
 )
+from grpo_ext.packing import keep_places, make_plan
 
 BOTH = Trim(left=True, right=True)
 
@@ -66,8 +65,8 @@ def test_rows_without_a_token_in_the_loss_or_without_advantage_are_not_needed():
 
 def test_a_survey_tells_the_width_of_all_and_the_size_of_the_needed():
     batch = make_batch()
-    assert survey([batch], BOTH, drops=True, prunes=True).tolist() == [[3, 4, 4], [2, 3, 3], [0, 0, 0], [0, 0, 0]]
-    assert survey([batch], BOTH, drops=False, prunes=False).tolist() == [[3, 4, 4], [2, 3, 3], [1, 1, 1], [3, 1, 0]]
+    assert survey(batch, BOTH, drops=True, prunes=True).tolist() == [[3, 4, 4], [2, 3, 3], [0, 0, 0], [0, 0, 0]]
+    assert survey(batch, BOTH, drops=False, prunes=False).tolist() == [[3, 4, 4], [2, 3, 3], [1, 1, 1], [3, 1, 0]]
 
 
 def test_columns_are_cut_where_padding_is():
@@ -133,10 +132,11 @@ def make_ranks(num_ranks, seed, lives, num_steps=4, size=3):
 
 def deal_all(ranks, exchanges, loss_type="dapo", prunes=True):
     """The micro-batches of every rank, as the trainer makes them, with the plan."""
-    table_RB3 = torch.stack([survey(batches, BOTH, drops=True, prunes=prunes) for batches in ranks]).numpy()
+    pools = [concatenate(batches) for batches in ranks]
+    table_RB3 = torch.stack([survey(pool, BOTH, drops=True, prunes=prunes) for pool in pools]).numpy()
     sizes_RB3, widths_R2 = table_RB3[:, 1:], table_RB3[:, 0, :2]
     plan = make_plan(sizes_RB3, widths_R2, int(table_RB3[:, 0, 2].sum()), len(ranks[0]), exchanges)
-    pools = [pool_rows(batches, loss_type) for batches in ranks]
+    pools = [share_tokens(pool, len(ranks[0])) if loss_type == "bnpo" else pool for pool in pools]
     num_rows = sizes_RB3.shape[1]
     if not exchanges:
         index = [np.arange(sizes_RB3[:, :, 0].size) - rank * num_rows for rank in range(len(ranks))]
@@ -247,7 +247,7 @@ def test_bytes_are_the_rows_again():
 
 def test_keeping_places_only_cuts():
     batches = make_ranks(1, 0, (0.5,))[0]
-    table = survey(batches, BOTH, drops=False, prunes=False).numpy()
+    table = survey(concatenate(batches), BOTH, drops=False, prunes=False).numpy()
     plan = keep_places(table[None, 1:], int(table[0, 2]), 4)
     assert [rows.tolist() for rows in plan.rows_RK[0]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     for batch, widths in zip(batches, plan.widths_RK2[0].tolist(), strict=True):
@@ -267,7 +267,7 @@ def simulate(num_ranks, live, exchanges, seed, size=8, num_rows=32, num_generati
     for rank in range(num_ranks):
         batch = draw(Shape(num_rows=num_rows, num_generations=num_generations), 1.0, 1000 * seed + rank)
         batch["advantages"] = torch.from_numpy(lives[rank * num_rows : (rank + 1) * num_rows].astype(np.float32))
-        table = survey([batch], BOTH, drops=True, prunes=True).numpy()
+        table = survey(batch, BOTH, drops=True, prunes=True).numpy()
         sizes.append(table[1:])
         widths.append(table[0, :2])
         stock += num_rows * table[0, :2].sum()

@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext import AdvantageGRPOConfig, AdvantageGRPOTrainer
 from grpo_ext.advantages import GRPO, MCGRPO
-from grpo_ext.batching import LOSS_SCALE, MICRO_STEP, ROW_MEAN_LOSSES, TOKEN_MEAN_LOSSES, find_loss_mask
+from grpo_ext.batching import MICRO_STEP, ROW_MEAN_LOSSES, TOKEN_MEAN_LOSSES, find_loss_mask
 
 LOSSES = ROW_MEAN_LOSSES + TOKEN_MEAN_LOSSES
 LIVE = (0.17, 0.5, 1.0)  # the first has fewer rows than micro-batches
