@@ -14,7 +14,7 @@ import trl
 from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl import GRPOTrainer
 
@@ -55,12 +55,15 @@ STEADY_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on the width of a batch."""
 
 
-def find_trim(config: PreTrainedConfig, multiple: int) -> Trim:
+def find_trim(model: PreTrainedModel, multiple: int = 1) -> Trim:
     """What can be cut off a batch of this model without changing its log-probs."""
+    config = model.config.get_text_config()
     parameters = vars(config).get("rope_parameters") or {}
     parts = [parameters] if "rope_type" in parameters else parameters.values()
     is_steady = all(part["rope_type"] in STEADY_ROPES for part in parts if part)
-    return Trim(is_steady and config.model_type in TRIMMED_LEFT, is_steady, multiple)
+    # Virtual tokens stand left of the padding.
+    has_virtual_tokens = any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
+    return Trim(is_steady and config.model_type in TRIMMED_LEFT and not has_virtual_tokens, is_steady, multiple)
 
 
 class CompactGRPOTrainer(GRPOTrainer):
@@ -71,7 +74,7 @@ class CompactGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_compact = self._settings.compact_updates is not False
-        self._trim = find_trim(self.model.config.get_text_config(), self.args.pad_to_multiple_of or 1)
+        self._trim = find_trim(self.model, self.args.pad_to_multiple_of or 1)
         if self._is_compact:
             self._report_limits()
 

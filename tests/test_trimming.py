@@ -89,7 +89,7 @@ def shift(model: PreTrainedModel, left: int, right: int) -> float:
 @pytest.mark.parametrize("model_type", sorted(TRIMMED_LEFT))
 def test_padding_does_not_move_the_log_probs(model_type):
     model = make(model_type)
-    assert find_trim(model.config, 1) == Trim(left=True, right=True)
+    assert find_trim(model) == Trim(left=True, right=True)
     assert shift(model, 7, 0) <= 1e-5
     assert shift(model, 30, 0) <= 1e-5
     assert shift(model, 0, 25) <= 1e-5
@@ -99,9 +99,16 @@ def test_padding_does_not_move_the_log_probs(model_type):
 def test_padding_on_the_left_moves_those_of_others(model_type):
     """So it stays where the type is not on the list; the right side goes."""
     model = make(model_type)
-    assert find_trim(model.config, 1) == Trim(left=False, right=True)
+    assert find_trim(model) == Trim(left=False, right=True)
     assert shift(model, 7, 0) > 0.1
     assert shift(model, 0, 25) <= 1e-5
+
+
+def test_padding_between_virtual_tokens_and_the_prompt_stays():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    assert find_trim(model) == Trim(left=False, right=True)
+    assert find_trim(peft.get_peft_model(make("llama"), peft.LoraConfig())) == Trim(left=True, right=True)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
@@ -113,5 +120,5 @@ def test_rotary_embeddings_that_read_the_width_keep_all_padding(model_type, rope
     """Beyond 40 tokens these rotate by other angles, and not only the tokens beyond."""
     lengths = {"max_position_embeddings": 40, "original_max_position_embeddings": 40}
     model = make(model_type, rope_parameters=rope | lengths | {"rope_theta": 1e4}, **lengths)
-    assert find_trim(model.config, 1) == Trim(left=False, right=False)
+    assert find_trim(model) == Trim(left=False, right=False)
     assert shift(model, 0, 25) > 1e-3
