@@ -2,11 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRL_VERSIONS := 1.6.0 1.10.0 1.14.2 1.16.0
-SEAM_TESTS := $(addprefix tests/test_,parity.py features.py exclusion.py trainer.py checkpoint.py ranks.py engines.py cli.py)
+SEAM_TESTS := $(addprefix tests/test_,parity.py features.py exclusion.py compact.py compact_engines.py trainer.py checkpoint.py ranks.py engines.py cli.py)
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test format lint types check check-long test-versions gpu policy clean
+.PHONY: help install demo test format lint types check check-long test-versions bench gpu policy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,10 @@ test-trl-%:
 	.venv-trl-$*/bin/pip install --quiet --constraint .venv-trl-$*/constraints.txt --editable '.[dev]' trl==$*
 	.venv-trl-$*/bin/pytest -q -o filterwarnings= -W ignore -m 'not slow and not gpu' $(SEAM_TESTS)
 	rm -rf .venv-trl-$*
+
+bench: install ## the update phase against TRL's, and the share of our own code; writes outputs/ (some 20 minutes)
+	$(BIN)/python benchmarks/update.py
+	$(BIN)/python benchmarks/overhead.py
 
 gpu: install ## parity, resume, bf16 and ZeRO-3 on the CUDA devices of this machine; writes outputs/gpu.md
 	$(BIN)/pytest -rs -m gpu tests/test_gpu.py

@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from update import describe_machine
 
 from grpo_ext.cli.arguments import parse
@@ -24,8 +25,8 @@ STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.
 """Quantiles of Student's t by the number of seeds."""
 
 
-def train(compact_updates: str, seed: int, steps: int) -> tuple[list[list[list[int]]], list[float]]:
-    """Tokens and mean reward of every generated batch."""
+def train(compact_updates: str, seed: int, steps: int) -> tuple[list[list[list[int]]], list[float], dict[str, Tensor]]:
+    """Tokens and mean reward of every generated batch, and the weights at the end."""
     tokens, rewards = [], []
     with tempfile.TemporaryDirectory() as folder:
         words = ["--max_steps", steps, "--seed", seed, "--output_dir", folder, "--save_strategy", "no"]
@@ -40,22 +41,21 @@ def train(compact_updates: str, seed: int, steps: int) -> tuple[list[list[list[i
 
         trainer._calculate_rewards = keep
         trainer.train()
-    return tokens, rewards
+    return tokens, rewards, trainer.model.state_dict()
 
 
 def compare(seed: int, steps: int) -> dict[str, Any]:
-    """First step with a differing token (None without one), and mean rewards of the last quarter."""
-    (with_tokens, with_rewards), (stock_tokens, stock_rewards) = (
-        train(each, seed, steps) for each in ("true", "false")
-    )
-    pairs = zip(with_tokens, stock_tokens, strict=True)
+    """First step with a differing token (None without one), largest difference of a weight, rewards at the end."""
+    ours, stock = (train(each, seed, steps) for each in ("true", "false"))
+    pairs = zip(ours[0], stock[0], strict=True)
     num_equal = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     last = slice(-max(1, steps // 4), None)
     return {
         "seed": seed,
         "first_step_with_a_differing_token": num_equal + 1 if num_equal < steps else None,
-        "reward": statistics.fmean(with_rewards[last]),
-        "reward_without": statistics.fmean(stock_rewards[last]),
+        "largest_weight_difference": max((ours[2][name] - stock[2][name]).abs().max().item() for name in stock[2]),
+        "reward": statistics.fmean(ours[1][last]),
+        "reward_without": statistics.fmean(stock[1][last]),
     }
 
 

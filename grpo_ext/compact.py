@@ -93,15 +93,13 @@ class CompactGRPOTrainer(GRPOTrainer):
         """Why rows stay in their micro-batch, and why those with advantage zero stay; see `find_limits`."""
         size, num_steps = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         own_loss = type(self)._compute_loss is not CompactGRPOTrainer._compute_loss
-        # Before TRL 1.14 Liger had a loss of its own; before 1.10 luspo averaged over padding.
-        old_luspo = self.loss_type == "luspo" and Version(trl.__version__) < Version("1.10")
         terms = {
             f"quantile over a micro-batch (`top_entropy_quantile={self.top_entropy_quantile}`)": (
                 self.top_entropy_quantile < 1.0
             ),
             f"`_compute_loss` of `{type(self).__name__}`, which may hold anything": own_loss,
+            # Before TRL 1.14 it had a loss of its own.
             "`use_liger_kernel` of this version of TRL": vars(self).get("use_liger_kernel", False),
-            "`loss_type='luspo'` of this version of TRL": old_luspo,
             f"`steps_per_generation={size}`, which {num_steps} steps of accumulation do not fit": (
                 size % num_steps != 0 and num_steps % size != 0
             ),
@@ -182,17 +180,21 @@ class CompactGRPOTrainer(GRPOTrainer):
         return deal(pool, plan, rank, index_N, self.loss_type)
 
     def _understands(self, batch: Batch) -> bool:
-        """Whether we can move the rows of this batch on every rank."""
+        """Whether the loss is known not to read padding, and the rows of every rank can be moved."""
         unknown = find_unknown(batch, self._settings.exchange_rows)
-        if self.accelerator.gather(torch.tensor([unknown is None], device=self.accelerator.device)).all():
+        reads_padding = self.loss_type == "luspo" and Version(trl.__version__) < Version("1.10")
+        is_known_R = torch.tensor([unknown is None and not reads_padding], device=self.accelerator.device)
+        if self.accelerator.gather(is_known_R).all():
             return True
-        found = f"`{unknown}`" if unknown else "another rank's tensors"
+        found = f"`{unknown}`, which may not be one per row" if unknown else "unknown tensors on another rank"
+        if reads_padding:
+            found = "'luspo' of a version of TRL that averages over padding"
         if self._settings.compact_updates:
             raise ValueError(
                 f"`compact_updates=True` should go with batches whose rows can be moved, found {found}: use "
                 "`compact_updates=None`, which leaves such a batch as it is."
             )
-        logger.warning_once(f"`compact_updates` leaves a batch as it is: its {found} may not be one per row.")
+        logger.warning_once(f"`compact_updates` leaves a batch as it is: found {found}.")
         return False
 
     def _log_counts(self, counts_4R: np.ndarray) -> None:

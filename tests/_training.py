@@ -86,7 +86,7 @@ def use_float64(trainer: GRPOTrainer, monkeypatch: Any) -> None:
     method = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
     num_results = 3 if "compute_aux_loss" in method.parameters else 2
 
-    def logps(model, input_ids, attention_mask, logits_to_keep, **kwargs):
+    def logps(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
         logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
         all_logps = logits.log_softmax(dim=-1)
         chosen = all_logps.gather(2, input_ids[:, -logits_to_keep:, None]).squeeze(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import update
 from _launch import ACCELERATE, CONFIGS, ROOT, environment, run
 from _rewards import BATCHES, Fields
 from _training import (
@@ -137,6 +138,18 @@ def test_resume_equals_never_stopping(report, tmp_path, precision):
     report(
         f"{precision}: state, weights after resuming", f"{is_equal}, {equal_weights(weights(whole), weights(resumed))}"
     )
+
+
+@pytest.mark.parametrize("model", ["0.5b", "1.5b"])
+def test_the_update_is_shorter_and_needs_no_more_memory(report, model):
+    """Qwen2.5's sizes with random weights, in bf16; completions of up to 1800 tokens."""
+    for live in (0.5, 1.0):
+        row = update.measure(model, live, repetitions=3)
+        for name in update.COLUMNS:
+            report(f"{model}, {live:.0%} of the rows live: {name.replace('_', ' ')}", f"{row[name]['median']:.2f}")
+        assert row["time"]["median"] < 1
+        assert row["memory"]["high"] <= 1.01
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
