@@ -151,6 +151,7 @@ def peak_memory(run: Callable[[], None], model: PreTrainedModel) -> int:
 
 
 def count_padded(batches: Batches) -> int:
+    """Tokens that a model reads of these micro-batches."""
     return sum(batch[name].numel() for batch in batches for name in ("prompt_ids", "completion_ids"))
 
 
@@ -181,6 +182,8 @@ def measure(name: str, live: float, repetitions: int) -> dict[str, Any]:
         found["memory"].append(memory["ours"] / memory["stock"])
         if len(found["time"]) == repetitions:
             break
+    if not found["time"]:
+        raise ValueError("TRL's update should take about as long twice in a row, found that it never did: try again.")
     return {"live": live} | {key: spread(values) for key, values in found.items()}
 
 

@@ -99,7 +99,7 @@ def find_limits(loss_type: str, beta: float, other_terms: dict[str, bool]) -> tu
         regrouping.append(f"unknown `loss_type={loss_type!r}`")
     if loss_type == "bnpo" and beta:
         regrouping.append(f"KL term (`beta={beta}`), which 'bnpo' averages over the tokens of a micro-batch")
-    return regrouping, [f"KL term (`beta={beta}`), which moves them too"] if beta else []
+    return regrouping, [f"KL term (`beta={beta}`), which moves rows with advantage zero too"] if beta else []
 
 
 def find_loss_mask(batch: Batch) -> Tensor:
@@ -124,13 +124,13 @@ def mask_rows(batch: Batch, excluded_B: Tensor) -> None:
 # What a row needs
 
 
-def find_unknown(batch: Batch, moves: bool) -> str | None:
-    """The first key whose rows we cannot move (those of images, say) or, with `moves`, not to another rank; or None."""
+def find_unknown(batch: Batch) -> str | None:
+    """The first key whose rows we cannot move (those of images, say), or None."""
     num_rows = len(batch["completion_ids"])
     for name, value in batch.items():
         if value is None or (isinstance(value, Tensor) and value.dim() == 0):
             continue
-        is_aligned = isinstance(value, Tensor if moves else Tensor | list) and len(value) == num_rows
+        is_aligned = isinstance(value, Tensor | list) and len(value) == num_rows
         is_scalar = not isinstance(value, Tensor) or value.dim() == 1
         if not (is_aligned and (is_scalar or name in LEFT_PADDED + RIGHT_PADDED)):
             return name
@@ -147,14 +147,19 @@ class Trim:
 
 
 def measure(batch: Batch, trim: Trim) -> Tensor:
-    """Width of the prompt, width of the completion and number of loss tokens of each row, int64 (B, 3)."""
+    """
+    Width of the prompt, width of the completion and number of loss tokens of each row, int64 (B, 3). A completion is
+    at least two columns wide where it was: TRL takes a tensor of one column for a figure per row.
+    """
 
-    def width(mask_BT: Tensor, trims: bool) -> Tensor:
-        places_T = torch.arange(1, mask_BT.size(1) + 1, device=mask_BT.device)
-        found_B = (mask_BT * places_T).amax(dim=1).clamp(min=1) if trims else places_T[-1:].expand(len(mask_BT))
-        return -(found_B // -trim.multiple) * trim.multiple
+    def width(mask_BT: Tensor, trims: bool, least: int) -> Tensor:
+        num_columns = mask_BT.size(1)
+        places_T = torch.arange(1, num_columns + 1, device=mask_BT.device)
+        found_B = (mask_BT * places_T).amax(dim=1) if trims else places_T[-1:].expand(len(mask_BT))
+        return -(found_B.clamp(min=min(least, num_columns)) // -trim.multiple) * trim.multiple
 
-    prompt_B, completion_B = width(batch["prompt_mask"].flip(1), trim.left), width(batch["completion_mask"], trim.right)
+    prompt_B = width(batch["prompt_mask"].flip(1), trim.left, least=1)
+    completion_B = width(batch["completion_mask"], trim.right, least=2)
     return torch.stack([prompt_B, completion_B, find_loss_mask(batch).sum(dim=1)], dim=1).long()
 
 
@@ -169,15 +174,19 @@ def find_needed(batch: Batch, prunes: bool) -> Tensor:
 
 def survey(rows: Batch, trim: Trim, drops: bool, prunes: bool) -> Tensor:
     """
-    `measure` of all rows, zero where one leaves (B, 3), below the widths of prompts and completions and the number of
-    loss tokens of all rows: int64 (B + 1, 3).
+    What other ranks have to know of these rows, int64 (B + 2, 3): the widths of prompts and completions and the number
+    of loss tokens; the number of rows with an advantage in the loss and their tokens without padding; and `measure` of
+    each row, zero where one leaves.
     """
-    sizes_B3 = measure(rows, trim)
-    widths = [rows[name].size(1) for name in ("prompt_ids", "completion_ids")]
-    header_3 = torch.cat([sizes_B3.new_tensor(widths), sizes_B3[:, 2].sum().view(1)])
+    sizes_B3, is_live_B = measure(rows, trim), find_needed(rows, prunes=True)
+    widths = sizes_B3.new_tensor([rows["prompt_ids"].size(1), rows["completion_ids"].size(1)])
+    tokens_B = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
+    num_loss_tokens, num_live, num_live_tokens = sizes_B3[:, 2].sum(), is_live_B.sum(), (tokens_B * is_live_B).sum()
+    before_3 = torch.cat([widths, num_loss_tokens.view(1)])
+    live_3 = torch.stack([num_live, num_live_tokens, torch.zeros_like(num_live)])
     if drops:
-        sizes_B3 = sizes_B3 * find_needed(rows, prunes).unsqueeze(1)
-    return torch.cat([header_3.unsqueeze(0), sizes_B3])
+        sizes_B3 = sizes_B3 * (is_live_B if prunes else find_needed(rows, prunes=False)).unsqueeze(1)
+    return torch.cat([before_3.unsqueeze(0), live_3.unsqueeze(0), sizes_B3])
 
 
 # Moving rows
@@ -285,7 +294,7 @@ def pack(rows: Batch, num_rows: int, widths: Sequence[int]) -> Tensor:
     """The rows, padded to these widths and by empty rows to their number, as bytes (num_rows, bytes of a row)."""
     columns = []
     for name, width, dtype in _layout(rows, widths):
-        value = rows[name].to(dtype)
+        value = rows[name].to(rows["completion_ids"].device, dtype)
         value = value.unsqueeze(1) if value.dim() == 1 else value
         missing = width - value.size(1)
         sides = (missing, 0) if name in LEFT_PADDED else (0, missing)
@@ -300,7 +309,7 @@ def unpack(packed: Tensor, rows: Batch, widths: Sequence[int]) -> Batch:
     found, start = dict(rows), 0
     for name, width, dtype in _layout(rows, widths):
         stop = start + width * dtype.itemsize
-        value = packed[:, start:stop].contiguous().view(dtype).to(rows[name].dtype)
+        value = packed[:, start:stop].contiguous().view(dtype).to(rows[name])
         found[name] = value.squeeze(1) if rows[name].dim() == 1 else value
         start = stop
     return found

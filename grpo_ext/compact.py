@@ -36,7 +36,7 @@ from grpo_ext.batching import (
     unpack,
 )
 from grpo_ext.config import AdvantageGRPOConfig
-from grpo_ext.packing import MicroStep, Plan, keep_places, make_plan
+from grpo_ext.packing import MicroStep, Sizes, keep_places, make_plan
 
 logger = logging.get_logger(__name__)
 
@@ -44,26 +44,42 @@ logger = logging.get_logger(__name__)
 TRIMMED_LEFT = frozenset({
     "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "falcon_h1",
     "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe",
-    "lfm2", "llama", "llama4_text", "minimax", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3",
+    "lfm2", "llama", "minimax", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3",
     "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe",
     "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 })
 # fmt: on
 """Model types whose log-probs were found not to depend on the padding left of the prompt (`test_trimming.py`)."""
 
+TRIMMED_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA"})
+"""Types of PEFT adapters, likewise; virtual tokens stand left of the padding, and others may know positions."""
+
 STEADY_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on the width of a batch."""
 
+TRL, GLOBAL_MEANS = Version(trl.__version__), Version("1.10")
+"""This version of TRL, and one that averages over the tokens of all processes, and never over padding."""
 
-def find_trim(model: PreTrainedModel, multiple: int = 1) -> Trim:
-    """What can be cut off a batch of this model without changing its log-probs."""
+
+def find_trim(model: PreTrainedModel, multiple: int = 1, noise: float | None = None) -> Trim:
+    """
+    What can be cut off a batch of this model without changing its log-probs.
+
+    Args:
+        model (`PreTrainedModel`):
+            With its adapters.
+        multiple (`int`, *optional*, defaults to `1`):
+            What widths have to be a multiple of.
+        noise (`float`, *optional*):
+            NEFTune's, which is scaled by the width of a batch.
+    """
     config = model.config.get_text_config()
     parameters = vars(config).get("rope_parameters") or {}
     parts = [parameters] if "rope_type" in parameters else parameters.values()
-    is_steady = all(part["rope_type"] in STEADY_ROPES for part in parts if part)
-    # Virtual tokens stand left of the padding.
-    has_virtual_tokens = any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values())
-    return Trim(is_steady and config.model_type in TRIMMED_LEFT and not has_virtual_tokens, is_steady, multiple)
+    is_steady = noise is None and all(part["rope_type"] in STEADY_ROPES for part in parts if part)
+    adapters = {adapter.peft_type for adapter in getattr(model, "peft_config", {}).values()}
+    is_known = config.model_type in TRIMMED_LEFT and adapters <= TRIMMED_ADAPTERS
+    return Trim(is_steady and is_known, is_steady, multiple)
 
 
 class CompactGRPOTrainer(GRPOTrainer):
@@ -74,7 +90,7 @@ class CompactGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_compact = self._settings.compact_updates is not False
-        self._trim = find_trim(self.model, self.args.pad_to_multiple_of or 1)
+        self._trim = find_trim(self.model, self.args.pad_to_multiple_of or 1, self.args.neftune_noise_alpha)
         if self._is_compact:
             self._report_limits()
 
@@ -89,17 +105,21 @@ class CompactGRPOTrainer(GRPOTrainer):
             "auxiliary loss": settings["aux_loss_enabled"],
         }
 
+    def _has_liger_loss(self) -> bool:
+        """Before TRL 1.14 Liger had a loss of its own."""
+        return Version("1.14") > TRL and bool(vars(self).get("use_liger_kernel", False))
+
     def _limits(self) -> tuple[list[str], list[str]]:
         """Why rows stay in their micro-batch, and why those with advantage zero stay; see `find_limits`."""
         size, num_steps = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        own_loss = type(self)._compute_loss is not CompactGRPOTrainer._compute_loss
+        names = ("compute_loss", "_compute_loss")
+        own = [name for name in names if getattr(type(self), name) is not getattr(CompactGRPOTrainer, name)]
         terms = {
             f"quantile over a micro-batch (`top_entropy_quantile={self.top_entropy_quantile}`)": (
                 self.top_entropy_quantile < 1.0
             ),
-            f"`_compute_loss` of `{type(self).__name__}`, which may hold anything": own_loss,
-            # Before TRL 1.14 it had a loss of its own.
-            "`use_liger_kernel` of this version of TRL": vars(self).get("use_liger_kernel", False),
+            f"`{own[0] if own else None}` of `{type(self).__name__}`, which may hold anything": bool(own),
+            "`use_liger_kernel` of this version of TRL": self._has_liger_loss(),
             f"`steps_per_generation={size}`, which {num_steps} steps of accumulation do not fit": (
                 size % num_steps != 0 and num_steps % size != 0
             ),
@@ -116,7 +136,7 @@ class CompactGRPOTrainer(GRPOTrainer):
                 "which does what is exact."
             )
         if self._settings.exchange_rows and (regrouping or not self._trim.left):
-            found = ", ".join(regrouping) or f"a model ({model_type}) whose positions may count padding"
+            found = ", ".join(regrouping) or f"a model ({model_type}) whose log-probs may depend on padding"
             raise ValueError(
                 "`exchange_rows` should go with settings under which rows can change their micro-batch, found "
                 f"{found}: drop one of the two."
@@ -127,7 +147,15 @@ class CompactGRPOTrainer(GRPOTrainer):
             logger.warning_once(f"`compact_updates` keeps rows with advantage zero: {', '.join(pruning)}.")
         if not self._trim.left:
             sides = "left of prompts" if self._trim.right else "everywhere"
-            logger.warning_once(f"`compact_updates` keeps the padding {sides}: positions of {model_type} may count it.")
+            logger.warning_once(
+                f"`compact_updates` keeps the padding {sides}: log-probs of this model ({model_type}), its adapters or "
+                "NEFTune may depend on it."
+            )
+        if self.accelerator.num_processes > 1 and TRL < GLOBAL_MEANS:
+            logger.warning_once(
+                "`compact_updates` logs no entropy, KL and clip ratios here: this version of TRL averages them over "
+                "processes as if each had as many tokens."
+            )
 
     # Rows and columns of the update
 
@@ -141,51 +169,56 @@ class CompactGRPOTrainer(GRPOTrainer):
 
     def _compact(self, batches: list[Batch]) -> list[Batch]:
         """A generation batch, optimizer step by optimizer step."""
-        if not self._understands(batches[0]):
+        can_move, can_leave = self._ask_all(batches[0])
+        if not can_move:
             return batches
         regrouping, pruning = self._limits()
         num_steps = len(batches) if regrouping else min(len(batches), self.args.gradient_accumulation_steps)
-        found, counts = [], []
+        rank, found, counts = self.accelerator.process_index, [], []
         for part in (batches[start : start + num_steps] for start in range(0, len(batches), num_steps)):
-            rows = concatenate(part)
+            rows, num_bytes = concatenate(part), 0
             table_B3 = survey(rows, self._trim, drops=not regrouping, prunes=not (regrouping or pruning))
-            table_RB3 = self.accelerator.gather(table_B3.unsqueeze(0)).cpu().numpy()
-            sizes_RB3, widths_R2, num_tokens = table_RB3[:, 1:], table_RB3[:, 0, :2], int(table_RB3[:, 0, 2].sum())
+            sizes = Sizes.read(self.accelerator.gather(table_B3.unsqueeze(0)).cpu().numpy())
             if regrouping:
-                plan = keep_places(sizes_RB3, num_tokens, num_steps)
-                widths_K2 = plan.widths_RK2[self.accelerator.process_index].tolist()
-                found += [crop(batch, *widths) for batch, widths in zip(part, widths_K2, strict=True)]
+                plan = keep_places(sizes, num_steps, self._trim.multiple)
+                found += [
+                    crop(batch, *widths) for batch, widths in zip(part, plan.widths_RK2[rank].tolist(), strict=True)
+                ]
             else:
-                moves = self._settings.exchange_rows and len(widths_R2) > 1 and bool((widths_R2[:, 1] > 1).all())
-                plan = make_plan(sizes_RB3, widths_R2, num_tokens, num_steps, moves)
-                found += self._deal(rows, plan, sizes_RB3, widths_R2, moves)
-            live_rows_R, live_tokens_R = (sizes_RB3[:, :, 0] > 0).sum(axis=1), sizes_RB3[:, :, :2].sum(axis=(1, 2))
-            stock_R = sizes_RB3.shape[1] * widths_R2.sum(axis=1)
-            counts.append([live_rows_R, live_tokens_R, stock_R, plan.padded_R])
+                plan = make_plan(sizes, num_steps, self._trim.multiple, can_leave)
+                pool = share_tokens(rows, num_steps) if self.loss_type == "bnpo" else rows
+                index_N = np.arange(sizes.is_needed_RB.size) - rank * sizes.is_needed_RB.shape[1]
+                if can_leave and sizes.is_needed_RB.any():
+                    pool, index_N, num_bytes = self._exchange(pool, sizes)
+                found += deal(pool, plan, rank, index_N, self.loss_type)
+            counts.append([*sizes.live_R2.T, sizes.stock_R, plan.padded_R, np.full_like(sizes.stock_R, num_bytes)])
         self._log_counts(np.sum(counts, axis=0))
         return found
 
-    def _deal(self, rows: Batch, plan: Plan, sizes_RB3: np.ndarray, widths_R2: np.ndarray, moves: bool) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step, of its own rows or of everybody's."""
-        rank, is_needed_RB = self.accelerator.process_index, sizes_RB3[:, :, 0] > 0
-        pool = share_tokens(rows, len(plan.counts_K)) if self.loss_type == "bnpo" else rows
-        index_N = np.arange(is_needed_RB.size) - rank * is_needed_RB.shape[1]
-        if moves and is_needed_RB.any():
-            num_rows, widths = int(is_needed_RB.sum(axis=1).max()), widths_R2.max(axis=0).tolist()
-            packed = pack(take(pool, np.flatnonzero(is_needed_RB[rank]).tolist()), num_rows, widths)
-            pool = unpack(self.accelerator.gather(packed), pool, widths)
-            firsts_R1 = num_rows * np.arange(len(is_needed_RB))[:, None]
-            index_N = (firsts_R1 + is_needed_RB.cumsum(axis=1) - 1).ravel()
-            self._metrics["train"]["compact/exchanged_bytes"].append(float(packed.numel() * len(is_needed_RB)))
-        return deal(pool, plan, rank, index_N, self.loss_type)
+    def _exchange(self, rows: Batch, sizes: Sizes) -> tuple[Batch, np.ndarray, int]:
+        """The rows that stay of all ranks, where each of all lies among them, and the bytes that each rank got."""
+        num_rows = int(sizes.is_needed_RB.sum(axis=1).max())
+        widths = sizes.widths_R2.max(axis=0).tolist()
+        own = np.flatnonzero(sizes.is_needed_RB[self.accelerator.process_index]).tolist()
+        gathered = self.accelerator.gather(pack(take(rows, own), num_rows, widths))
+        firsts_R1 = num_rows * np.arange(len(sizes.is_needed_RB))[:, None]
+        index_N = (firsts_R1 + sizes.is_needed_RB.cumsum(axis=1) - 1).ravel()
+        return unpack(gathered, rows, widths), index_N, gathered.numel()
 
-    def _understands(self, batch: Batch) -> bool:
-        """Whether the loss is known not to read padding, and the rows of every rank can be moved."""
-        unknown = find_unknown(batch, self._settings.exchange_rows)
-        reads_padding = self.loss_type == "luspo" and Version(trl.__version__) < Version("1.10")
-        is_known_R = torch.tensor([unknown is None and not reads_padding], device=self.accelerator.device)
-        if self.accelerator.gather(is_known_R).all():
-            return True
+    def _ask_all(self, batch: Batch) -> tuple[bool, bool]:
+        """Whether on every rank the rows of this batch can be moved, and whether they are to move to other ranks."""
+        unknown, lists = find_unknown(batch), [name for name, value in batch.items() if isinstance(value, list)]
+        reads_padding = self.loss_type == "luspo" and TRL < GLOBAL_MEANS
+        # On the wire, one column may be a tensor of one per row, or of a completion's only token.
+        own = [unknown is None and not reads_padding, not lists and batch["completion_ids"].size(1) > 1]
+        answers_R2 = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device))
+        can_move, can_leave = answers_R2.all(dim=0).tolist()
+        exchanges = self._settings.exchange_rows and self.accelerator.num_processes > 1
+        if can_move and exchanges and not can_leave:
+            found = f"the list `{lists[0]}`" if lists else "completions of one token, or a list, on a rank"
+            logger.warning_once(f"`exchange_rows` leaves the rows of a batch where they are: found {found}.")
+        if can_move:
+            return True, exchanges and can_leave
         found = f"`{unknown}`, which may not be one per row" if unknown else "unknown tensors on another rank"
         if reads_padding:
             found = "'luspo' of a version of TRL that averages over padding"
@@ -195,17 +228,19 @@ class CompactGRPOTrainer(GRPOTrainer):
                 "`compact_updates=None`, which leaves such a batch as it is."
             )
         logger.warning_once(f"`compact_updates` leaves a batch as it is: found {found}.")
-        return False
+        return False, False
 
-    def _log_counts(self, counts_4R: np.ndarray) -> None:
-        (live_rows, live_tokens, stock, padded), padded_R = counts_4R.sum(axis=1).tolist(), counts_4R[3]
+    def _log_counts(self, counts_5R: np.ndarray) -> None:
+        live_rows, live_tokens, stock, padded, _ = counts_5R.sum(axis=1).tolist()
         figures = {
             "live_rows": live_rows,
             "live_tokens": live_tokens,
             "padded_tokens": padded,
             "padded_tokens_saved": stock - padded,
-            "rank_imbalance": padded_R.max() / padded_R.mean(),
+            "rank_imbalance": counts_5R[3].max() / counts_5R[3].mean(),
         }
+        if self._settings.exchange_rows:
+            figures["exchanged_bytes"] = counts_5R[4, 0]
         for name, figure in figures.items():
             self._metrics["train"][f"compact/{name}"].append(float(figure))
 
@@ -264,32 +299,33 @@ class CompactGRPOTrainer(GRPOTrainer):
         before = {name: len(values) for name, values in metrics.items()}
         loss = super()._compute_loss(model, inputs)
         if MICRO_STEP in inputs:
+            is_per_row = self.importance_sampling_level == "sequence" and inputs["advantages"].dim() == 1
             for name in [name for name, values in metrics.items() if len(values) > before.get(name, 0)]:
-                self._amend(name, inputs[MICRO_STEP])
+                self._amend(name, inputs[MICRO_STEP], is_per_row)
         return loss * float(inputs[LOSS_SCALE]) if LOSS_SCALE in inputs else loss
 
-    def _amend(self, name: str, step: MicroStep) -> None:
+    def _amend(self, name: str, step: MicroStep, is_per_row: bool) -> None:
         """
         TRL averages what each micro-batch of a step appends as if they were of one size. Weighted by its part of the
         step's tokens or rows, a figure again describes all rows; what is known of the rows that stayed is named so.
         """
-        metrics = self._metrics["train"]
-        is_per_row, live = self.importance_sampling_level == "sequence", "" if self.beta else "_live"
-        value = metrics[name][-1]
+        metrics, live = self._metrics["train"], "" if self.beta else "_live"
+        new_name, value = name, metrics[name][-1]
         if name in ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"):
-            new_name, value = name, value * (step.rows if is_per_row else step.tokens)  # 0 in rows with advantage zero
+            value *= step.rows if is_per_row else step.tokens  # 0 in rows with advantage zero
         elif name == "kl":
-            new_name, value = name, value * step.tokens
+            value *= step.tokens
         elif name == "entropy":
             new_name, value = name + live, value * step.live_tokens
         elif name == "vespo/phi_seq_mean":
             new_name, value = name + live, (value - step.fillers) * step.live_rows  # 1 in fillers
         elif name in ("clip_ratio/low_min", "clip_ratio/high_max"):
-            new_name, value = name + live, math.nan if is_per_row and step.fillers else value
+            is_of_fillers = step.fillers > 0 if is_per_row else step.fillers == 1
+            new_name, value = name + live, math.nan if is_of_fillers else value
         else:
             return
         metrics[name].pop()
         if not metrics[name]:
             del metrics[name]
-        if math.isfinite(value):
+        if math.isfinite(value) and (TRL >= GLOBAL_MEANS or self.accelerator.num_processes == 1):
             metrics[new_name].append(value)

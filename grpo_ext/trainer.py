@@ -240,8 +240,7 @@ class AdvantageGRPOTrainer(CompactGRPOTrainer):
         Takes rows out of the loss and its normalisers, as if they had not been sampled; only the router statistics of
         an auxiliary loss still see them.
         """
-        has_liger = vars(self).get("use_liger_kernel", False)  # which had a loss of its own before TRL 1.14
-        other_terms = {"inseparable KL term (`use_liger_kernel`)": has_liger and self.beta != 0.0}
+        other_terms = {"inseparable KL term (`use_liger_kernel`)": self._has_liger_loss() and self.beta != 0.0}
         check_exclusion(self.loss_type, self._other_terms() | other_terms)
         num_tokens = self.accelerator.gather(count_loss_tokens(output)).sum()
         mask_rows(output, self._local_rows(excluded_N, output))

@@ -1,7 +1,7 @@
 """One rank of a real launch that trains on the same rows three times: as TRL does, compactly, and with exchange.
 
-Which rows have advantages depends on the batch: all, half, those of one rank alone, none; in every other batch an
-estimator leaves rows out as well. One process that sees the same rows is the reference.
+Which rows have advantages depends on the batch: all, half, those of one rank alone, none; in every third batch an
+estimator leaves rows out as well, and in another third there is a KL term.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from grpo_ext.batching import ROW_MEAN_LOSSES, TOKEN_MEAN_LOSSES
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 
-NUM_GROUPS, NUM_COMPLETIONS, NUM_STEPS = 10, 4, 50
+NUM_GROUPS, NUM_COMPLETIONS = 10, 4
 LOSSES = [*TOKEN_MEAN_LOSSES, *ROW_MEAN_LOSSES]
 MODES = {"stock": {"compact_updates": False}, "compact": {}, "exchange": {"exchange_rows": True}}
 
@@ -45,7 +45,7 @@ class Uneven(AdvantageEstimator):
     def excluded(self, groups: RewardGroups) -> Tensor:
         generator = torch.Generator().manual_seed(self.num_batches)
         is_out_PG = torch.rand(groups.rewards_PG.shape, generator=generator) < 0.2
-        return is_out_PG & (self.num_batches % 2 == 0)
+        return is_out_PG & (self.num_batches % 3 == 0)
 
     def update(self, groups: RewardGroups) -> None:
         self.num_batches += 1
@@ -55,9 +55,12 @@ class Worker(AdvantageGRPOTrainer):
     """Changes the loss with each generation, and shuffles rows alike in every mode."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if self._step % self.args.steps_per_generation == 0:
-            self.loss_type = LOSSES[self._step // self.args.steps_per_generation % len(LOSSES)]
+        cycle = self.args.steps_per_generation * self.num_iterations
+        if self._step % cycle == 0:
+            number = self._step // cycle
+            self.loss_type = LOSSES[number % len(LOSSES)]
             self.importance_sampling_level = "sequence" if self.loss_type == "luspo" else "token"
+            self.beta = 0.1 if number % 3 == 1 else 0.0
             torch.manual_seed(100 * self._step + self.accelerator.process_index)
         return super()._prepare_inputs(generation_batch)
 
@@ -66,15 +69,16 @@ def length(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
-def run(folder: Path, num_processes: int, precision: str, mode: str) -> None:
-    """Two optimizer steps of two micro-batches for each generation."""
+def run(folder: Path, num_processes: int, num_steps: int, precision: str, mode: str) -> None:
+    """Two optimizer steps of four micro-batches for each generation."""
     args = make_args(
         folder,
         num_generations=NUM_COMPLETIONS,
         per_device_train_batch_size=NUM_GROUPS * NUM_COMPLETIONS // 4 // num_processes,
-        gradient_accumulation_steps=2,
-        steps_per_generation=4,
-        max_steps=NUM_STEPS,
+        gradient_accumulation_steps=4,
+        num_iterations=2,
+        beta=0.1,
+        max_steps=num_steps,
         adam_epsilon=1.0,  # nearly linear in the gradient: what differs by rounding stays so
         learning_rate=0.01,
         max_grad_norm=0.0,
@@ -99,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num_processes", type=int, required=True)
+    parser.add_argument("--num_steps", type=int, required=True)
     parser.add_argument("--precision", required=True)
     options = parser.parse_args()
     found = make_args(options.folder).world_size  # after which accelerate knows its processes
@@ -106,7 +111,7 @@ def main() -> None:
         raise SystemExit(f"The launch should bring up {options.num_processes} processes, found {found}.")
     assert len({len(digits("1+1=", place)) for place in range(NUM_COMPLETIONS)}) > 1
     for mode in MODES:
-        run(options.folder / mode, options.num_processes, options.precision, mode)
+        run(options.folder / mode, options.num_processes, options.num_steps, options.precision, mode)
     Accelerator().end_training()
 
 

@@ -65,7 +65,7 @@ def make_trainer(
 
 
 def use_float64(trainer: GRPOTrainer, monkeypatch: Any) -> None:
-    """Model and rewards in float64, rotary tables and TRL's float32 log-prob head included."""
+    """Model and rewards in float64, with what else computes in float32: norms, rotary tables and TRL's head."""
     trainer.model.double()
     rewards = trainer._calculate_rewards
 
@@ -82,6 +82,12 @@ def use_float64(trainer: GRPOTrainer, monkeypatch: Any) -> None:
         return angles.cos(), angles.sin()
 
     monkeypatch.setattr(rotary, "forward", rotate)
+    for norm in (module for module in trainer.model.modules() if type(module).__name__ == "LlamaRMSNorm"):
+
+        def normalise(x, norm=norm):
+            return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+        monkeypatch.setattr(norm, "forward", normalise)
 
     method = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
     num_results = 3 if "compute_aux_loss" in method.parameters else 2

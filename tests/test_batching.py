@@ -26,7 +26,7 @@ from grpo_ext.batching import (
     take,
     unpack,
 )
-from grpo_ext.packing import keep_places, make_plan
+from grpo_ext.packing import Sizes, keep_places, make_plan
 
 BOTH = Trim(left=True, right=True)
 
@@ -45,12 +45,18 @@ def make_batch():
 
 def test_widths_and_loss_tokens_are_counted():
     batch = make_batch()
-    assert measure(batch, BOTH).tolist() == [[2, 3, 3], [1, 1, 1], [3, 1, 0]]
-    assert measure(batch, Trim(left=False, right=True)).tolist() == [[3, 3, 3], [3, 1, 1], [3, 1, 0]]
+    assert measure(batch, BOTH).tolist() == [[2, 3, 3], [1, 2, 1], [3, 2, 0]]
+    assert measure(batch, Trim(left=False, right=True)).tolist() == [[3, 3, 3], [3, 2, 1], [3, 2, 0]]
     assert measure(batch, Trim(left=False, right=False)).tolist() == [[3, 4, 3], [3, 4, 1], [3, 4, 0]]
     assert measure(batch, Trim(True, True, multiple=2)).tolist() == [[2, 4, 3], [2, 2, 1], [4, 2, 0]]
     batch["tool_mask"] = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
-    assert measure(batch, BOTH).tolist() == [[2, 3, 2], [1, 1, 0], [3, 1, 0]]  # read by the model, if not by the loss
+    assert measure(batch, BOTH).tolist() == [[2, 3, 2], [1, 2, 0], [3, 2, 0]]  # read by the model, if not by the loss
+
+
+def test_a_completion_is_two_columns_wide_where_it_was():
+    """A tensor of one column would be a figure per row to TRL."""
+    assert measure(crop(make_batch(), 3, 1), BOTH)[:, 1].tolist() == [1, 1, 1]
+    assert measure(crop(make_batch(), 3, 2), BOTH)[:, 1].tolist() == [2, 2, 2]
 
 
 def test_rows_without_a_token_in_the_loss_or_without_advantage_are_not_needed():
@@ -63,10 +69,13 @@ def test_rows_without_a_token_in_the_loss_or_without_advantage_are_not_needed():
     assert find_needed(batch, prunes=True).tolist() == [False, True, False]
 
 
-def test_a_survey_tells_the_width_of_all_and_the_size_of_the_needed():
+def test_a_survey_tells_what_was_what_lives_and_the_size_of_what_stays():
+    """Widths 3 and 4 with 4 loss tokens; one live row of 5 tokens; the sizes."""
     batch = make_batch()
-    assert survey(batch, BOTH, drops=True, prunes=True).tolist() == [[3, 4, 4], [2, 3, 3], [0, 0, 0], [0, 0, 0]]
-    assert survey(batch, BOTH, drops=False, prunes=False).tolist() == [[3, 4, 4], [2, 3, 3], [1, 1, 1], [3, 1, 0]]
+    header, nothing = [[3, 4, 4], [1, 5, 0]], [0, 0, 0]
+    assert survey(batch, BOTH, drops=True, prunes=True).tolist() == [*header, [2, 3, 3], nothing, nothing]
+    assert survey(batch, BOTH, drops=True, prunes=False).tolist() == [*header, [2, 3, 3], [1, 2, 1], nothing]
+    assert survey(batch, BOTH, drops=False, prunes=False).tolist() == [*header, [2, 3, 3], [1, 2, 1], [3, 2, 0]]
 
 
 def test_columns_are_cut_where_padding_is():
@@ -85,7 +94,7 @@ def test_columns_are_cut_where_padding_is():
 def test_a_filler_has_one_token_and_no_loss():
     ratio = {"importance_sampling_ratio": torch.full((3, 4), 7.0), "ref_per_token_logps": torch.full((3, 4), -90.0)}
     filler = make_filler(make_batch() | ratio | {"notes": ["a", "b", "c"]})
-    assert measure(filler, BOTH).tolist() == [[1, 1, 0]]
+    assert measure(filler, BOTH).tolist() == [[1, 2, 0]]
     assert not find_needed(filler, prunes=False)
     assert filler["advantages"].tolist() == [0.0]
     assert not filler["ref_per_token_logps"].any()
@@ -95,13 +104,12 @@ def test_a_filler_has_one_token_and_no_loss():
 
 def test_unknown_tensors_are_named():
     batch = make_batch()
-    assert find_unknown(batch, moves=True) is None
-    assert find_unknown(batch | {"pixel_values": torch.ones(3, 5)}, moves=False) == "pixel_values"
-    assert find_unknown(batch | {"num_images": [1, 1]}, moves=False) == "num_images"
-    assert find_unknown(batch | {"tiles": torch.ones(7)}, moves=False) == "tiles"
+    assert find_unknown(batch) is None
+    assert find_unknown(batch | {"pixel_values": torch.ones(3, 5)}) == "pixel_values"
+    assert find_unknown(batch | {"num_images": [1, 1]}) == "num_images"
+    assert find_unknown(batch | {"tiles": torch.ones(7)}) == "tiles"
     own = {"row": torch.arange(3), "note": ["a", "b", "c"], "missing": None, "total": torch.tensor(3.0)}
-    assert find_unknown(batch | own, moves=False) is None
-    assert find_unknown(batch | own, moves=True) == "note"
+    assert find_unknown(batch | own) is None
 
 
 def test_limits():
@@ -133,26 +141,23 @@ def make_ranks(num_ranks, seed, lives, num_steps=4, size=3):
 def deal_all(ranks, exchanges, loss_type="dapo", prunes=True):
     """The micro-batches of every rank, as the trainer makes them, with the plan."""
     pools = [concatenate(batches) for batches in ranks]
-    table_RB3 = torch.stack([survey(pool, BOTH, drops=True, prunes=prunes) for pool in pools]).numpy()
-    sizes_RB3, widths_R2 = table_RB3[:, 1:], table_RB3[:, 0, :2]
-    plan = make_plan(sizes_RB3, widths_R2, int(table_RB3[:, 0, 2].sum()), len(ranks[0]), exchanges)
+    sizes = Sizes.read(torch.stack([survey(pool, BOTH, drops=True, prunes=prunes) for pool in pools]).numpy())
+    plan = make_plan(sizes, len(ranks[0]), exchanges=exchanges)
     pools = [share_tokens(pool, len(ranks[0])) if loss_type == "bnpo" else pool for pool in pools]
-    num_rows = sizes_RB3.shape[1]
+    num_rows, index_N = sizes.rows_RB3.shape[1], np.arange(sizes.is_needed_RB.size)
     if not exchanges:
-        index = [np.arange(sizes_RB3[:, :, 0].size) - rank * num_rows for rank in range(len(ranks))]
-        return [deal(pool, plan, rank, index[rank], loss_type) for rank, pool in enumerate(pools)], plan, sizes_RB3
-    widths = widths_R2.max(axis=0).tolist()
+        indices = [index_N - rank * num_rows for rank in range(len(ranks))]
+        return [deal(pool, plan, rank, indices[rank], loss_type) for rank, pool in enumerate(pools)], plan
+    widths = sizes.widths_R2.max(axis=0).tolist()
     packed = torch.cat([pack(pool, num_rows, widths) for pool in pools])
-    index_N = np.arange(sizes_RB3[:, :, 0].size)
-    dealt = [deal(unpack(packed, pool, widths), plan, rank, index_N, loss_type) for rank, pool in enumerate(pools)]
-    return dealt, plan, sizes_RB3
+    return [deal(unpack(packed, pool, widths), plan, rank, index_N, loss_type) for rank, pool in enumerate(pools)], plan
 
 
 @settings(max_examples=40, deadline=None)
 @given(RANKS, st.booleans(), st.integers(0, 10**6), st.sampled_from([(0.0,), (1.0,), (0.5, 0.0), (0.25, 1.0, 0.5)]))
 def test_every_needed_row_is_computed_once_by_micro_batches_no_larger_than_before(num_ranks, exchanges, seed, lives):
     ranks = make_ranks(num_ranks, seed, lives)
-    dealt, plan, _ = deal_all(ranks, exchanges)
+    dealt, plan = deal_all(ranks, exchanges)
     before = {int(row): (batch, i) for part in ranks for batch in part for i, row in enumerate(batch["row"])}
     needed = {row for row, (batch, i) in before.items() if batch["advantages"][i] != 0}
     found = []
@@ -173,14 +178,28 @@ def test_every_needed_row_is_computed_once_by_micro_batches_no_larger_than_befor
                     assert torch.equal(seen, expected)
                 assert batch["advantages"][i] == stock["advantages"][place]
     assert sorted(found) == sorted(needed)
-    stock_tokens = [part[0]["prompt_ids"].numel() + part[0]["completion_ids"].numel() for part in ranks]
-    caps = [max(stock_tokens) if exchanges else own for own in stock_tokens]
-    for rank, part in enumerate(dealt):
-        sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in part]
-        widest = max(batch["prompt_ids"].size(1) for part in ranks for batch in part)
-        widest += max(batch["completion_ids"].size(1) for part in ranks for batch in part)
-        assert max(sizes) <= (3 * widest if exchanges else caps[rank])
-        assert sum(sizes) == plan.padded_R[rank]
+    for names in (("prompt_ids", "completion_ids"), ("completion_ids",)):
+        before, after = (
+            [[sum(batch[name].numel() for name in names) for batch in part] for part in each] for each in (ranks, dealt)
+        )
+        for rank, sizes in enumerate(after):
+            if not exchanges:
+                assert max(sizes) <= max(before[rank])
+        if len(names) == 2:
+            assert [sum(sizes) for sizes in after] == plan.padded_R.tolist()
+
+
+def test_with_exchange_no_micro_batch_is_larger_than_the_largest_before():
+    """Also where one rank has the long prompts and another the long completions."""
+    for seed in range(30):
+        ranks = make_ranks(2, seed, (1.0,))
+        long = {"prompt_ids": torch.ones(3, 40, dtype=torch.long), "prompt_mask": torch.ones(3, 40, dtype=torch.long)}
+        ranks[0] = [crop(batch, 9, 6) | long for batch in ranks[0]]
+        before, after = (
+            [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for part in each for batch in part]
+            for each in (ranks, deal_all(ranks, True)[0])
+        )
+        assert max(after) <= max(before)
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
@@ -193,7 +212,7 @@ def test_factors_make_up_for_the_row_mean_and_for_bnpos_tokens(exchanges):
             for batch in part:
                 divisor = len(batch["row"]) if loss_type == "grpo" else batch["completion_mask"].sum()
                 expected |= dict(zip(batch["row"].tolist(), (batch["advantages"] / divisor).tolist(), strict=True))
-        dealt, _, _ = deal_all(ranks, exchanges, loss_type)
+        dealt, _ = deal_all(ranks, exchanges, loss_type)
         for batch in (batch for part in dealt for batch in part):
             divisor = len(batch["row"]) if loss_type == "grpo" else batch["completion_mask"].sum().clamp(min=1)
             values = batch["advantages"] / divisor * float(batch.get(LOSS_SCALE, 1.0))
@@ -204,13 +223,14 @@ def test_factors_make_up_for_the_row_mean_and_for_bnpos_tokens(exchanges):
 
 def test_a_scale_of_before_is_kept():
     ranks = [[batch | {LOSS_SCALE: torch.tensor(2.0, dtype=torch.float64)} for batch in make_ranks(1, 0, (0.5,))[0]]]
-    dealt, plan, _ = deal_all(ranks, False, "grpo")
+    dealt, plan = deal_all(ranks, False, "grpo")
     assert [float(batch[LOSS_SCALE]) for batch in dealt[0]] == [2.0 * count / 3 for count in plan.counts_K]
 
 
 def test_shares_weigh_a_micro_batch_by_what_it_holds():
     """Means over micro-batches, weighted so, are means over all tokens, live tokens and rows."""
-    dealt, plan, sizes_RB3 = deal_all(make_ranks(2, 3, (0.5, 0.75)), False)
+    dealt, plan = deal_all(make_ranks(2, 3, (0.5, 0.75)), False)
+    num_live = sum(len(rows) for rows_K in plan.rows_RK for rows in rows_K)
     tokens_K = [sum(int(part[k]["completion_mask"].sum()) for part in dealt) for k in range(4)]
     num_all = sum(int(batch["completion_mask"].sum()) for part in make_ranks(2, 3, (0.5, 0.75)) for batch in part)
     for k, step in enumerate(plan.steps_K):
@@ -219,7 +239,7 @@ def test_shares_weigh_a_micro_batch_by_what_it_holds():
         assert step.rows == plan.counts_K[k] * 4 / 12
         num_fillers = sum(int((~part[k]["completion_mask"].any(dim=1)).sum()) for part in dealt)
         assert step.fillers == pytest.approx(num_fillers / (2 * plan.counts_K[k]))
-        assert step.live_rows == pytest.approx(2 * plan.counts_K[k] * 4 / (sizes_RB3[:, :, 0] > 0).sum())
+        assert step.live_rows == pytest.approx(2 * plan.counts_K[k] * 4 / num_live)
         assert all(part[k][MICRO_STEP] is step for part in dealt)
 
 
@@ -247,8 +267,8 @@ def test_bytes_are_the_rows_again():
 
 def test_keeping_places_only_cuts():
     batches = make_ranks(1, 0, (0.5,))[0]
-    table = survey(concatenate(batches), BOTH, drops=False, prunes=False).numpy()
-    plan = keep_places(table[None, 1:], int(table[0, 2]), 4)
+    table_B3 = survey(concatenate(batches), BOTH, drops=False, prunes=False).numpy()
+    plan = keep_places(Sizes.read(table_B3[None]), 4)
     assert [rows.tolist() for rows in plan.rows_RK[0]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     for batch, widths in zip(batches, plan.widths_RK2[0].tolist(), strict=True):
         assert widths == measure(batch, BOTH)[:, :2].amax(dim=0).tolist()
@@ -260,20 +280,17 @@ def test_keeping_places_only_cuts():
 
 def simulate(num_ranks, live, exchanges, seed, size=8, num_rows=32, num_generations=8):
     """Padded tokens per rank, tokens needed and stock's, for the benchmark's lengths."""
-    sizes, widths, stock, num_tokens = [], [], 0, 0
+    tables = []
     generator = np.random.default_rng(seed)
     num_groups = num_ranks * num_rows // num_generations
     lives = np.repeat(generator.permutation(num_groups) < round(live * num_groups), num_generations)
     for rank in range(num_ranks):
         batch = draw(Shape(num_rows=num_rows, num_generations=num_generations), 1.0, 1000 * seed + rank)
         batch["advantages"] = torch.from_numpy(lives[rank * num_rows : (rank + 1) * num_rows].astype(np.float32))
-        table = survey(batch, BOTH, drops=True, prunes=True).numpy()
-        sizes.append(table[1:])
-        widths.append(table[0, :2])
-        stock += num_rows * table[0, :2].sum()
-        num_tokens += table[0, 2]
-    plan = make_plan(np.stack(sizes), np.stack(widths), num_tokens, num_rows // size, exchanges)
-    return plan.padded_R, np.stack(sizes)[:, :, :2].sum(), stock
+        tables.append(survey(batch, BOTH, drops=True, prunes=True).numpy())
+    sizes = Sizes.read(np.stack(tables))
+    plan = make_plan(sizes, num_rows // size, exchanges=exchanges)
+    return plan.padded_R, sizes.live_R2[:, 1].sum(), sizes.stock_R.sum()
 
 
 @pytest.mark.parametrize(("live", "bar"), [(0.2, 0.12), (0.5, 0.28), (0.8, 0.38), (1.0, 0.5)])

@@ -1,7 +1,11 @@
 """An update without the rows and the padding that its gradient does not need has TRL's gradient."""
 
+import copy
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +33,10 @@ from _training import (
 )
 from _worker import write
 from packaging.version import Version
+from test_ranks import Ranks
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from update import count_padded
 
 from grpo_ext import AdvantageGRPOConfig, AdvantageGRPOTrainer
 from grpo_ext.advantages import GRPO, MCGRPO
@@ -64,10 +70,6 @@ def compare(trainer, batch, tolerance, num_steps=NUM_STEPS):
         assert distance(gradient(trainer, found), expected) <= tolerance
         move(trainer)
     return found
-
-
-def count_padded(batches):
-    return sum(batch[name].numel() for batch in batches for name in ("prompt_ids", "completion_ids"))
 
 
 def skip_unknown(settings):
@@ -250,12 +252,84 @@ def test_log_probs_far_apart_stay_finite(tmp_path):
         assert trainer._compute_loss(trainer.model, part).isfinite()
 
 
-def test_a_batch_without_advantages_costs_two_tokens_a_step(tmp_path):
+def test_a_batch_without_advantages_costs_three_tokens_a_step(tmp_path):
     trainer = make_compact_trainer(tmp_path)
     found = trainer._compact(split(make_batch(trainer, 0.0)))
-    assert [(part["prompt_ids"].shape, part["completion_ids"].shape) for part in found] == [((1, 1), (1, 1))] * 6
+    assert [(part["prompt_ids"].shape, part["completion_ids"].shape) for part in found] == [((1, 1), (1, 2))] * 6
     assert not gradient(trainer, found).any()
     assert all(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+# Several ranks, as threads
+
+
+def compact_on_ranks(trainer, stocks):
+    """What `_compact` gives on each rank, and the metrics there."""
+    ranks = Ranks(len(stocks))
+
+    def compact(rank):
+        own = copy.copy(trainer)
+        own.accelerator = SimpleNamespace(
+            process_index=rank,
+            num_processes=len(stocks),
+            device=torch.device("cpu"),
+            gather=lambda tensor: ranks.gather(rank, tensor),
+        )
+        own._metrics = {"train": defaultdict(list)}
+        return own._compact(stocks[rank]), own._metrics["train"]
+
+    with ThreadPoolExecutor(len(stocks)) as pool:
+        return list(zip(*pool.map(compact, range(len(stocks))), strict=True))
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("feature", ["nothing", "tools", "token advantages", "ratios of tokens", "ratios of sequences"])
+@pytest.mark.parametrize("loss_type", sorted({"bnpo", "dapo", "vespo", "grpo"}))
+def test_gradient_over_ranks_is_trls(tmp_path, monkeypatch, loss_type, feature, exchange):
+    """The sum over two ranks, of 5 and 18 live rows, of other widths."""
+    trainer = make_compact_trainer(tmp_path, loss_type=loss_type, exchange_rows=exchange)
+    use_float64(trainer, monkeypatch)
+    stocks = []
+    for rank, live in enumerate((0.2, 0.75)):
+        batch = make_batch(trainer, live, seed=rank)
+        batch |= {"nothing": (None, with_nothing)}.get(feature, ROW_LOCAL.get(feature))[1](trainer, batch)
+        batch["num_items_in_batch"] = torch.tensor(400)
+        stocks.append(split(batch))
+    found, metrics = compact_on_ranks(trainer, stocks)
+    assert metrics[0] == metrics[1]
+    assert ("compact/exchanged_bytes" in metrics[0]) == exchange
+    for first, second in zip(*found, strict=True):
+        assert first[MICRO_STEP] == second[MICRO_STEP]
+        assert len(first["advantages"]) == len(second["advantages"])
+    expected = sum(stock_gradient(trainer, stock) for stock in stocks)
+    assert distance(sum(gradient(trainer, part) for part in found), expected) <= 1e-12
+    if exchange:
+        live = [sum(int(part["advantages"].ne(0).any(-1).sum()) for part in parts) for parts in found]
+        assert abs(live[0] - live[1]) <= 1 or feature == "tools"
+
+
+@pytest.mark.parametrize("extra", [{"pixel_values": torch.ones(24, 3)}, {"notes": ["a"] * 24}, {"short": True}])
+def test_what_only_one_rank_has_stops_all(tmp_path, said, extra):
+    """Unknown tensors leave every rank's batch as it is; lists, or completions of one token, rows on their rank."""
+    trainer = make_compact_trainer(tmp_path, exchange_rows=True)
+    batches = [make_batch(trainer, live, seed=rank) for rank, live in enumerate((0.2, 0.75))]
+    if extra.pop("short", False):
+        wide = {name: value[:, :1] for name, value in batches[1].items() if value.dim() > 1 and "prompt" not in name}
+        batches[1] |= wide
+    batches[1] |= extra
+    stocks = [split(batch) for batch in batches]
+    found, metrics = compact_on_ranks(trainer, stocks)
+    assert len(said) >= 1
+    if "pixel_values" in extra:
+        assert found[0] is stocks[0]
+        assert found[1] is stocks[1]
+        return
+    assert metrics[0]["compact/exchanged_bytes"] == [0.0]
+    assert sum(len(part["advantages"]) for part in found[0]) < 24
+    for rank, parts in enumerate(found):
+        kept = torch.cat([part["advantages"][part["advantages"] != 0] for part in parts])
+        own = batches[rank]["advantages"]
+        assert sorted(kept.tolist()) == sorted(own[own != 0].tolist())
 
 
 # Windows
@@ -275,7 +349,7 @@ def test_rows_move_within_an_optimizer_step_only(tmp_path, steps_per_generation,
     found = trainer._compact(stock)
     if windows is None:
         assert [batch["place"].tolist() for batch in found] == [batch["place"].tolist() for batch in stock]
-        assert "no multiple" not in trainer._limits()[0][0]
+        assert trainer._limits()[0] == ["`steps_per_generation=4`, which 6 steps of accumulation do not fit"]
         return
     start = 0
     for size in windows:
@@ -297,7 +371,8 @@ def by_row(trainer, stock):
     rows = []
     for batch in stock:
         for i in range(len(batch["advantages"])):
-            one = {name: value[i : i + 1] if value.dim() else value for name, value in batch.items()}
+            tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            one = {name: value[i : i + 1] if value.dim() else value for name, value in tensors.items()}
             trainer._metrics["train"].clear()
             GRPOTrainer._compute_loss(trainer, trainer.model, one)
             figures = {name: values[0] for name, values in trainer._metrics["train"].items()}
@@ -322,7 +397,8 @@ def test_metrics_describe_all_rows_or_say_which(tmp_path, loss_type, live):
     trainer._metrics["train"].clear()
     for batch in found:
         trainer._compute_loss(trainer.model, batch)
-    logged = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
+    trainer_values = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    logged = {name: sum(values) / len(values) for name, values in trainer_values.items()}
     assert logged["entropy_live"] == pytest.approx(mean(living, "entropy"), rel=1e-5)
     assert "entropy" not in logged
     per_row = loss_type == "luspo"
@@ -335,9 +411,24 @@ def test_metrics_describe_all_rows_or_say_which(tmp_path, loss_type, live):
     if loss_type == "vespo":
         expected = mean(living, "vespo/phi_seq_mean", lambda row: 1)
         assert logged["vespo/phi_seq_mean_live"] == pytest.approx(expected, rel=1e-5)
-    if loss_type in ("dapo", "luspo"):
-        assert not {"clip_ratio/low_min", "clip_ratio/high_max"} & logged.keys()
-        assert 0 <= logged["clip_ratio/high_max_live"] <= 1
+    assert not {"clip_ratio/low_min", "clip_ratio/high_max"} & logged.keys()
+    if loss_type == "dapo":
+        for name, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
+            expected = [extreme(row[name] for row in by_row(trainer, [batch]) if row["live"]) for batch in found[:4]]
+            assert max(expected) > 0
+            assert trainer_values[f"{name}_live"][:4] == pytest.approx(expected, rel=1e-5)
+            assert len(trainer_values[f"{name}_live"]) == sum(bool(batch["advantages"].any()) for batch in found)
+
+
+def test_token_advantages_at_the_level_of_sequences_are_averaged_over_tokens(tmp_path):
+    trainer = make_compact_trainer(tmp_path, importance_sampling_level="sequence", epsilon=0.03)
+    batch = make_batch(trainer, 0.5)
+    stock = split(batch | with_token_advantages(trainer, batch))
+    expected = mean(by_row(trainer, stock), "clip_ratio/high_mean")
+    for part in trainer._compact(stock):
+        trainer._compute_loss(trainer.model, part)
+    values = trainer._metrics["train"]["clip_ratio/high_mean"]
+    assert sum(values) / len(values) == pytest.approx(expected, rel=1e-5)
 
 
 def test_metrics_beside_a_kl_term_describe_all_rows(tmp_path):
@@ -371,7 +462,7 @@ def test_counts_are_logged(tmp_path):
         "compact/padded_tokens_saved": [batch["prompt_ids"].numel() + batch["completion_ids"].numel() - padded],
         "compact/rank_imbalance": [1.0],
     }
-    assert padded == needed + 2 * 2  # each row alone, and two fillers
+    assert padded == needed + 2 * 3  # each row alone, and two fillers
 
 
 # Training
@@ -508,8 +599,9 @@ def test_pad_to_multiple_of_is_honoured(tmp_path):
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         batch[name] = torch.nn.functional.pad(batch[name], (0, batch["completion_ids"].size(1) - batch[name].size(1)))
     found = compare(trainer, batch, 2e-6)
+    found += trainer._compact(split(batch | {"advantages": torch.zeros(24)}))
     widths = {part[name].size(1) for part in found for name in ("prompt_ids", "completion_ids")}
-    assert all(width % 4 == 0 for width in widths - {1})
+    assert all(width % 4 == 0 for width in widths)
     assert len(widths) > 2
 
 
@@ -521,11 +613,17 @@ class OwnLoss(AdvantageGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
+class OwnHook(AdvantageGRPOTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
 CASES = {
     "KL": ({"beta": 0.1}, AdvantageGRPOTrainer, "KL term"),
     "entropy bonus": ({"entropy_coef": 0.1}, AdvantageGRPOTrainer, "entropy bonus"),
     "quantile": ({"top_entropy_quantile": 0.5}, AdvantageGRPOTrainer, "top_entropy_quantile=0.5"),
     "own loss": ({}, OwnLoss, "`_compute_loss` of `OwnLoss`"),
+    "own hook": ({}, OwnHook, "`compute_loss` of `OwnHook`"),
     "windows": ({"steps_per_generation": 2, "gradient_accumulation_steps": 3}, AdvantageGRPOTrainer, "3 steps"),
 }
 
@@ -546,6 +644,14 @@ def test_what_is_not_exact_is_said_in_one_line_or_refused(tmp_path, said, case):
     assert reason in str(error.value)
 
 
+def test_noise_that_depends_on_the_width_keeps_the_padding(tmp_path, said):
+    trainer = make_compact_trainer(tmp_path, neftune_noise_alpha=5.0)
+    assert "keeps the padding everywhere" in said[0]
+    batch = make_batch(trainer, 0.5)
+    for name in ("prompt_ids", "completion_ids"):
+        assert {part[name].size(1) for part in trainer._compact(split(batch))} == {batch[name].size(1)}
+
+
 def test_nothing_is_said_where_all_is_exact(tmp_path, said):
     for setting in (None, True):
         make_trainer(make_args(tmp_path, compact_updates=setting, exchange_rows=True))
@@ -557,7 +663,7 @@ def test_exchange_needs_rows_that_move(tmp_path):
         AdvantageGRPOConfig(str(tmp_path), exchange_rows=True, compact_updates=False)
     with pytest.raises(ValueError, match=r"`exchange_rows` should go with .*top_entropy_quantile=0.5"):
         make_trainer(make_args(tmp_path, exchange_rows=True, top_entropy_quantile=0.5))
-    with pytest.raises(ValueError, match="positions may count padding"):
+    with pytest.raises(ValueError, match="log-probs may depend on padding"):
         make_compact_trainer(tmp_path, learned_positions(), exchange_rows=True)
 
 
@@ -584,7 +690,7 @@ def test_unknown_tensors_leave_the_batch_as_it_is(tmp_path, said):
     stock = split(make_batch(trainer, 0.5) | {"pixel_values": torch.ones(24, 3)})
     assert trainer._compact(stock) is stock
     assert said == ["`compact_updates` leaves a batch as it is: found `pixel_values`, which may not be one per row."]
-    assert trainer._compact(split(make_batch(trainer, 0.5)))[0]["completion_ids"].size(1) <= 24
+    assert MICRO_STEP in trainer._compact(split(make_batch(trainer, 0.5)))[0]
     trainer._settings.compact_updates = True
     with pytest.raises(ValueError, match="found `pixel_values`"):
         trainer._compact(stock)

@@ -1,14 +1,13 @@
 """Two real processes: compact updates, and rows that move between ranks, end at the weights of TRL's own updates.
 
-Each launch trains 50 steps in each mode on batches that are live on both ranks, on one, or on none; see
-`_compact_worker.py`.
+Each launch trains in each mode on batches that are live on both ranks, on one, or on none; see `_compact_worker.py`.
 """
 
 from pathlib import Path
 
 import pytest
 import torch
-from _compact_worker import MODES, NUM_STEPS
+from _compact_worker import MODES
 from _launch import command, finish, start
 from safetensors.torch import load_file
 
@@ -16,7 +15,12 @@ from grpo_ext.testbed import POLICY_PATH
 
 WORKER = Path(__file__).with_name("_compact_worker.py")
 PRECISIONS = {"ddp": "float64", "zero3": "float32"}  # DeepSpeed has no float64
-every_engine = pytest.mark.parametrize("engine", PRECISIONS)
+SHORT, LONG = 24, 50
+every_engine = pytest.mark.parametrize(
+    "engine", [("ddp", LONG), ("zero3", SHORT), pytest.param(("zero3", LONG), marks=pytest.mark.slow)], ids=str
+)
+"""And the number of steps."""
+
 every_mode = pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stock"])
 
 
@@ -26,11 +30,13 @@ class Launches:
     def __init__(self, folder: Path) -> None:
         self.folder, self.done = folder, set()
 
-    def __getitem__(self, engine: str) -> Path:
-        folder = self.folder / engine
+    def __getitem__(self, engine: tuple[str, int]) -> Path:
+        name, num_steps = engine
+        folder = self.folder / f"{name}_{num_steps}"
         if engine not in self.done:
-            words = [WORKER, folder, "--num_processes", 2, "--precision", PRECISIONS[engine]]
-            finish(start(command(engine, *words), folder.with_suffix(".log")), folder.with_suffix(".log"))
+            words = ["--num_processes", 2, "--num_steps", num_steps, "--precision", PRECISIONS[name]]
+            log = folder.with_suffix(".log")
+            finish(start(command(name, WORKER, folder, *words), log), log)
             self.done.add(engine)
         return folder
 
@@ -53,8 +59,8 @@ def differences(first, second):
 def test_weights_are_those_of_trls_updates(launches, engine, mode):
     stock, found = (load_file(launches[engine] / name / "model" / "model.safetensors") for name in ("stock", mode))
     moved = differences(stock, load_file(POLICY_PATH / "model.safetensors"))
-    assert moved > 1e-2
-    assert differences(stock, found) <= (1e-12 * moved if engine == "ddp" else 1e-6)
+    assert moved > 5e-3
+    assert differences(stock, found) <= (1e-12 * moved if engine[0] == "ddp" else 1e-6)
 
 
 @every_engine
@@ -62,11 +68,11 @@ def test_weights_are_those_of_trls_updates(launches, engine, mode):
 def test_losses_and_gradients_are_those_of_trls_updates(launches, engine, mode):
     for expected, found in zip(*(records(launches[engine], name) for name in ("stock", mode)), strict=True):
         assert found["num_processes"] == 2
-        assert found["engine"] == ("DistributedDataParallel" if engine == "ddp" else "DeepSpeedEngine")
-        assert len(found["log"]) == len(expected["log"]) == NUM_STEPS
+        assert found["engine"] == ("DistributedDataParallel" if engine[0] == "ddp" else "DeepSpeedEngine")
+        assert len(found["log"]) == len(expected["log"]) == engine[1]
         for ours, stock in zip(found["log"], expected["log"], strict=True):
-            assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5, abs=1e-7)  # added up in float32
-            tolerance = 1e-12 if engine == "ddp" else 1e-3
+            rough, tolerance = (1e-6, 1e-11) if engine[0] == "ddp" else (1e-3, 1e-3)  # losses are added up in float32
+            assert ours["loss"] == pytest.approx(stock["loss"], rel=rough, abs=1e-7)
             assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=tolerance, abs=1e-3 * tolerance)
 
 
@@ -77,12 +83,13 @@ def test_ranks_were_uneven_until_rows_moved(launches, engine):
     assert not any("compact/live_rows" in log for log in logs["stock"])
     logs = {mode: [log for log in logs[mode] if "compact/live_rows" in log] for mode in logs}
     alone, together = logs["compact"], logs["exchange"]
-    assert len(alone) == len(together) == NUM_STEPS // 2
+    assert len(alone) == len(together) == engine[1] // 2
     assert [log["compact/live_rows"] for log in alone] == [log["compact/live_rows"] for log in together]
-    rows = {log["compact/live_rows"] for log in alone}
-    assert {0.0, 40.0} <= rows
+    assert {0.0, 20.0, 40.0} <= {log["compact/live_rows"] for log in alone}
     one_sided = [(a, b) for a, b in zip(alone, together, strict=True) if a["compact/rank_imbalance"] > 1.6]
-    assert len(one_sided) >= 10
+    assert len(one_sided) >= 3
     assert all(moved["compact/rank_imbalance"] < 1.25 for _, moved in one_sided)
-    assert all(("compact/exchanged_bytes" in log) == (log["compact/live_rows"] > 0) for log in together)
+    in_place = [log for log in together if log["compact/live_rows"] and not log["compact/exchanged_bytes"]]
+    assert all("kl" in log for log in in_place)  # bnpo beside a KL term
+    assert len(in_place) <= 1
     assert not any("compact/exchanged_bytes" in log for log in alone)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from grpo_ext.batching import Trim
-from grpo_ext.compact import TRIMMED_LEFT, find_trim
+from grpo_ext.compact import TRIMMED_ADAPTERS, TRIMMED_LEFT, find_trim
 
 SIZES = {
     "vocab_size": 32,
@@ -45,7 +45,7 @@ OWN_SIZES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "gpt_oss": HEADS | EXPERTS | TWO_KINDS | {"num_local_experts": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "llama4_text": HEADS | {"num_local_experts": 2},
+    "llama4_text": HEADS | {"num_local_experts": 2, "floor_scale": 8, "no_rope_layers": [1, 0]},
     "mistral": {"sliding_window": 8},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
@@ -95,20 +95,58 @@ def test_padding_does_not_move_the_log_probs(model_type):
     assert shift(model, 0, 25) <= 1e-5
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "recurrent_gemma", "rwkv"])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama4_text", "recurrent_gemma", "rwkv"])
 def test_padding_on_the_left_moves_those_of_others(model_type):
     """So it stays where the type is not on the list; the right side goes."""
     model = make(model_type)
     assert find_trim(model) == Trim(left=False, right=True)
-    assert shift(model, 7, 0) > 0.1
+    assert shift(model, 7, 0) > 0.01
     assert shift(model, 0, 25) <= 1e-5
 
 
-def test_padding_between_virtual_tokens_and_the_prompt_stays():
+ADAPTERS = {
+    "LORA": ("LoraConfig", {}),
+    "ADALORA": ("AdaLoraConfig", {"total_step": 1}),
+    "IA3": ("IA3Config", {"feedforward_modules": []}),
+    "LOHA": ("LoHaConfig", {}),
+    "LOKR": ("LoKrConfig", {}),
+    "OFT": ("OFTConfig", {"oft_block_size": 8, "r": 0}),
+    "VERA": ("VeraConfig", {}),
+}
+
+
+def adapt(peft, name, settings):
+    """An adapter of random weights."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make("llama"), getattr(peft, name)(task_type="CAUSAL_LM", **settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+@pytest.mark.parametrize("kind", sorted(TRIMMED_ADAPTERS))
+def test_padding_does_not_move_the_log_probs_beside_adapters_of_weights(kind):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    name, settings = ADAPTERS[kind]
+    model = adapt(peft, name, {"target_modules": ["q_proj", "v_proj"]} | settings)
+    assert find_trim(model) == Trim(left=True, right=True)
+    assert shift(model, 7, 0) <= 2e-5
+    assert shift(model, 0, 25) <= 2e-5
+
+
+def test_padding_beside_other_adapters_stays():
+    peft = pytest.importorskip("peft")
+    model = adapt(peft, "AdaptionPromptConfig", {"adapter_len": 4, "adapter_layers": 2})
     assert find_trim(model) == Trim(left=False, right=True)
-    assert find_trim(peft.get_peft_model(make("llama"), peft.LoraConfig())) == Trim(left=True, right=True)
+    assert shift(model, 7, 0) > 1e-2
+    model = adapt(peft, "PromptTuningConfig", {"num_virtual_tokens": 4})
+    assert find_trim(model) == Trim(left=False, right=True)
+
+
+def test_padding_beside_noise_of_its_width_stays():
+    assert find_trim(make("llama"), noise=5.0) == Trim(left=False, right=False)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
