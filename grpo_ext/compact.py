@@ -112,13 +112,17 @@ class CompactGRPOTrainer(GRPOTrainer):
     def _limits(self) -> tuple[list[str], list[str]]:
         """Why rows stay in their micro-batch, and why those with advantage zero stay; see `find_limits`."""
         size, num_steps = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        names = ("compute_loss", "_compute_loss")
-        own = [name for name in names if getattr(type(self), name) is not getattr(CompactGRPOTrainer, name)]
+        own_class = type(self)
         terms = {
+            f"`{name}` of `{own_class.__name__}`, which may hold anything": (
+                getattr(own_class, name) is not getattr(CompactGRPOTrainer, name)
+            )
+            for name in ("compute_loss", "_compute_loss")
+        }
+        terms |= {
             f"quantile over a micro-batch (`top_entropy_quantile={self.top_entropy_quantile}`)": (
                 self.top_entropy_quantile < 1.0
             ),
-            f"`{own[0] if own else None}` of `{type(self).__name__}`, which may hold anything": bool(own),
             "`use_liger_kernel` of this version of TRL": self._has_liger_loss(),
             f"`steps_per_generation={size}`, which {num_steps} steps of accumulation do not fit": (
                 size % num_steps != 0 and num_steps % size != 0

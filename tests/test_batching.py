@@ -250,18 +250,20 @@ def test_bytes_are_the_rows_again():
         generator = torch.Generator().manual_seed(seed)
         shape = batch["completion_ids"].shape
         batch["old_per_token_logps"] = torch.randn(shape, generator=generator, dtype=torch.float64)
-        batch["importance_sampling_ratio"] = torch.rand(shape[0], 1, generator=generator)
+        batch["importance_sampling_ratio"] = torch.rand(shape, generator=generator)
+        batch["sequence_weight"] = torch.rand(shape[0], generator=generator)
         batch["row"] = torch.tensor([2**40, 7, 9])[: shape[0]]
     packed = torch.cat([pack(batch, 4, (3, 4)) for batch in (first, second)])
     assert packed.dtype == torch.uint8
-    # ids 4 bytes, masks 1, float64 8, advantage and ratio 4, row 8
-    assert packed.shape == (8, 3 * (4 + 1) + 4 * (4 + 1 + 8) + 4 + 4 + 8)
+    # ids 4 bytes, masks 1, float64 8, ratio 4; advantage and weight 4, row 8
+    assert packed.shape == (8, 3 * (4 + 1) + 4 * (4 + 1 + 8 + 4) + 4 + 4 + 8)
     found = unpack(packed, first, (3, 4))
     assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in first.items()}
     for name, value in first.items():
         assert torch.equal(found[name][:3] if value.dim() else found[name], value)
     again = crop(take(found, [4, 5]), 2, 3)
     assert all(torch.equal(again[name], value) for name, value in second.items())
+    assert found["importance_sampling_ratio"][4:6, 3].tolist() == [1.0, 1.0]  # whose logarithm vespo adds up
     assert not measure(take(found, [3, 6, 7]), BOTH)[:, 2].any()
 
 

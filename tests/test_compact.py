@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ import torch
 import trl
 from _compact import (
     NUM_STEPS,
+    SHAPE,
     distance,
     gradient,
     make_batch,
@@ -291,7 +292,7 @@ def test_gradient_over_ranks_is_trls(tmp_path, monkeypatch, loss_type, feature, 
     use_float64(trainer, monkeypatch)
     stocks = []
     for rank, live in enumerate((0.2, 0.75)):
-        batch = make_batch(trainer, live, seed=rank)
+        batch = make_batch(trainer, live, seed=rank, shape=replace(SHAPE, cap=(6, 24)[rank]))
         batch |= {"nothing": (None, with_nothing)}.get(feature, ROW_LOCAL.get(feature))[1](trainer, batch)
         batch["num_items_in_batch"] = torch.tensor(400)
         stocks.append(split(batch))
