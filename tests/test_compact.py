@@ -413,6 +413,9 @@ def test_metrics_describe_all_rows_or_say_which(tmp_path, loss_type, live):
         expected = mean(living, "vespo/phi_seq_mean", lambda row: 1)
         assert logged["vespo/phi_seq_mean_live"] == pytest.approx(expected, rel=1e-5)
     assert not {"clip_ratio/low_min", "clip_ratio/high_max"} & logged.keys()
+    if loss_type == "luspo":  # a figure per row, also of a filler
+        without = [batch for batch in found if batch[MICRO_STEP].fillers == 0]
+        assert len(trainer_values["clip_ratio/high_max_live"]) == len(without)
     if loss_type == "dapo":
         for name, extreme in (("clip_ratio/low_min", min), ("clip_ratio/high_max", max)):
             expected = [extreme(row[name] for row in by_row(trainer, [batch]) if row["live"]) for batch in found[:4]]

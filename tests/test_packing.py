@@ -99,14 +99,19 @@ def test_very_many_rows_are_cut_into_equal_numbers():
     assert sum(counts) == 2050
 
 
+def plan_of(rows):
+    """Of rows of (prompt, completion), in two micro-batches; and its tokens."""
+    sizes_B3 = np.array([[prompt, completion, completion] for prompt, completion in rows])
+    plan = make_plan(Sizes(sizes_B3[None], sizes_B3.max(axis=0)[None, :2], np.array([1]), np.array([[1, 1]])), 2)
+    return [sorted(rows.tolist()) for rows in plan.rows_RK[0]], plan.padded_R.tolist()
+
+
+def test_completions_are_alike_where_prompts_differ_less():
+    """In the order of whole rows, 12, 11, 10, 9 tokens, both kinds share a micro-batch however it is cut."""
+    assert plan_of([(8, 4), (1, 10), (7, 3), (1, 8)]) == ([[1, 3], [0, 2]], [2 * (1 + 10) + 2 * (8 + 4)])
+
+
 def test_whole_rows_are_alike_where_prompts_differ_more():
-    """
-    Prompts of 100 with completions of 1, 3, 5, 7, and prompts of 1 with 2, 4, 6, 8: in the order of completions, kinds
-    alternate, and nearly every row is padded to a prompt of 100; in the order of whole rows the kinds part.
-    """
-    sizes_B3 = np.array([[100, 1, 1], [1, 2, 1]] * 4)
-    sizes_B3[:, 1] = np.arange(1, 9)
-    sizes = Sizes(sizes_B3[None], np.array([[100, 8]]), np.array([8]), np.array([[8, 440]]))
-    plan = make_plan(sizes, 2)
-    assert sorted(sorted(rows.tolist()) for rows in plan.rows_RK[0]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert plan.padded_R.tolist() == [4 * (100 + 7) + 4 * (1 + 8)]
+    """In the order of completions, long and short prompts alternate, and nearly every row is padded to 100."""
+    rows = [(100, 1), (1, 2), (100, 3), (1, 4), (100, 5), (1, 6), (100, 7), (1, 8)]
+    assert plan_of(rows) == ([[0, 2, 4, 6], [1, 3, 5, 7]], [4 * (100 + 7) + 4 * (1 + 8)])
