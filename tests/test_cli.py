@@ -30,6 +30,7 @@ from grpo_ext.advantages import (
 )
 from grpo_ext.cli import flags
 from grpo_ext.cli.arguments import TrainArguments, parse
+from grpo_ext.cli.report import describe_step
 from grpo_ext.cli.train import main
 from grpo_ext.testbed import POLICY_PATH
 
@@ -324,3 +325,9 @@ def test_an_unknown_command_is_one_sentence(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo-ext", "trian"])
     with pytest.raises(SystemExit, match="should be `train`, found 'trian'"):
         grpo_ext()
+
+
+def test_a_progress_line_says_what_the_update_read():
+    logs = {"reward": 0.5, "entropy_live": 0.2, "compact/padded_tokens": 30.0, "compact/padded_tokens_saved": 70.0}
+    assert describe_step(logs, 5, 10).endswith("live entropy 0.20  update 30% of the tokens")
+    assert describe_step({"reward": 0.5, "entropy": 0.2}, 5, 10).endswith("  entropy 0.20")

@@ -59,8 +59,12 @@ def describe_step(logs: dict[str, float], step: int, max_steps: int) -> str | No
         causes = f"{value['acr/all_correct']:.0%} all correct, {value['acr/all_incorrect']:.0%} all incorrect"
         parts.append(f"collapse {value['acr/rate']:.0%} ({causes}), {value['acr/after']:.0%} after")
     parts.append(f"length {value.get('completions/mean_length', float('nan')):.0f}")
-    if "entropy" in value:
-        parts.append(f"entropy {value['entropy']:.2f}")
+    for name, label in (("entropy", "entropy"), ("entropy_live", "live entropy")):
+        if name in value:
+            parts.append(f"{label} {value[name]:.2f}")
+    if "compact/padded_tokens" in value:
+        stock = value["compact/padded_tokens"] + value["compact/padded_tokens_saved"]
+        parts.append(f"update {value['compact/padded_tokens'] / stock:.0%} of the tokens")
     if "step_time" in value:
         parts.append(f"{value['step_time']:.1f} s/step")
     return "  ".join(parts)
