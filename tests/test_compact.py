@@ -299,6 +299,13 @@ def test_gradient_over_ranks_is_trls(tmp_path, monkeypatch, loss_type, feature, 
     found, metrics = compact_on_ranks(trainer, stocks)
     assert metrics[0] == metrics[1]
     assert ("compact/exchanged_bytes" in metrics[0]) == exchange
+    if exchange and feature == "nothing":  # of the rank with more rows, twice: ids 4 bytes, masks 1, the rest 8
+        num_rows = max(sum(int(part["advantages"].count_nonzero()) for part in stock) for stock in stocks)
+        prompt, completion = (
+            max(stock[0][f"{name}_ids"].size(1) for stock in stocks) for name in ("prompt", "completion")
+        )
+        num_bytes = prompt * 5 + completion * (5 + 8 + 8) + 8
+        assert metrics[0]["compact/exchanged_bytes"] == [2 * num_rows * num_bytes]
     for first, second in zip(*found, strict=True):
         assert first[MICRO_STEP] == second[MICRO_STEP]
         assert len(first["advantages"]) == len(second["advantages"])
@@ -685,6 +692,8 @@ def test_learned_positions_keep_the_padding_left_of_prompts(tmp_path, said):
     batch = make_batch(trainer, 0.5)
     trainer.model.eval()  # no dropout
     found = compare(trainer, batch, 2e-6)
+    needed = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1))[batch["advantages"] != 0].sum()
+    assert trainer._metrics["train"]["compact/live_tokens"] == [needed]  # without that padding
     assert {part["prompt_ids"].size(1) for part in found} <= {batch["prompt_ids"].size(1), 1}
     assert count_padded(found) < 0.6 * count_padded(split(batch))
 
