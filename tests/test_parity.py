@@ -98,6 +98,12 @@ def test_trl_has_the_methods_we_wrap(method, parameters):
     assert list(inspect.signature(getattr(GRPOTrainer, method)).parameters) == parameters
 
 
+def test_trl_computes_log_probs_from_what_we_pass():
+    """TRL 1.14.2 takes positions without names."""
+    signature = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
+    signature.bind(None, "model", "input_ids", "attention_mask", 8, batch_size=4, compute_entropy=True)
+
+
 def test_transformers_has_what_saves_on_sigterm(tmp_path):
     trainer = make_trainer(make_args(tmp_path, enable_jit_checkpoint=True), trainer_class=StockRecorder)
     callback = trainer.pop_callback(JITCheckpointCallback)
@@ -119,7 +125,8 @@ def test_trl_has_the_keys_we_touch(tmp_path):
     names += "_buffered_inputs importance_sampling_level top_entropy_quantile"
     assert [name for name in names.split() if not hasattr(trainer, name)] == []
     batch = trainer._buffered_inputs[0]
-    assert {"completion_ids", "completion_mask", "advantages", "num_items_in_batch"} <= set(batch)
+    rows = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "ref_per_token_logps"}
+    assert rows | {"num_items_in_batch"} <= set(batch)
     assert batch["num_items_in_batch"].dim() == 0
     assert {"advantages", "rewards"} <= set(trainer._logs)
     assert {"train", "eval"} <= set(trainer._metrics)
