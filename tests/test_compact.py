@@ -22,6 +22,7 @@ from _compact import (
     stock_gradient,
 )
 from _compact_worker import Uneven, length
+from _ranks import Ranks
 from _training import (
     Recorder,
     StockRecorder,
@@ -34,7 +35,6 @@ from _training import (
 )
 from _worker import write
 from packaging.version import Version
-from test_ranks import Ranks
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from update import count_padded

@@ -5,7 +5,6 @@ tensors, are stand-ins. Real processes: `test_engines.py`.
 """
 
 import copy
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _ranks import Ranks
 from _training import loss_mask, make_args, make_trainer
 from torch import Tensor
 from trl import GRPOTrainer
@@ -43,21 +43,6 @@ def make_rewards(batch: int) -> Tensor:
         rewards_PG[(batch + 2) % NUM_GROUPS] = torch.rand(NUM_COMPLETIONS, generator=generator)
     rewards_PG[torch.rand(rewards_PG.shape, generator=generator) < 0.1] = nan
     return rewards_PG.view(-1, 1) if batch != 3 else torch.full((NUM_GROUPS * NUM_COMPLETIONS, 1), nan)
-
-
-class Ranks:
-    """The gathering of tensors among threads."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
-        self.tensors: list[Tensor] = [torch.empty(0)] * num_ranks
-
-    def gather(self, rank: int, tensor: Tensor) -> Tensor:
-        self.tensors[rank] = tensor
-        self.barrier.wait()
-        gathered = torch.cat([each.reshape(-1, *each.shape[1:]) for each in self.tensors])
-        self.barrier.wait()
-        return gathered
 
 
 def make_rank(trainer: GRPOTrainer, ranks: Ranks, rank: int) -> GRPOTrainer:
