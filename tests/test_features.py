@@ -30,6 +30,7 @@ from grpo_ext.testbed import POLICY_PATH
 KNOWN_SETTINGS = {field.name for field in fields(GRPOConfig)}
 LOSSES = ROW_MEAN_LOSSES + TOKEN_MEAN_LOSSES
 REUSE = {"num_iterations": 2}
+LUSPO_READS_PADDING = Version(trl.__version__) < Version("1.10")
 COUNTS_TRUNCATED_ROWS = Version(trl.__version__) < Version("1.10")  # in the token count that dapo divides by
 
 
@@ -147,9 +148,9 @@ def test_compact_updates_equal_trl_but_for_the_order_of_sums(tmp_path, monkeypat
         assert torch.equal(expected, found)
     moved = {name: (value - start[name]).abs().max() for name, value in weights(stock).items()}
     differs = {name: (value - weights(ours)[name]).abs().max() for name, value in weights(stock).items()}
-    assert max(differs.values()) <= 1e-5 * max(moved.values())
+    assert max(differs.values()) <= 1e-5 * max(moved.values()) + 2**-22  # of weights up to 1
     is_compact = any("compact/live_rows" in log for log in ours.state.log_history)
-    assert is_compact == (feature != "images")
+    assert is_compact == (feature != "images" and not (feature == "loss_type=luspo" and LUSPO_READS_PADDING))
 
 
 def watch(trainer):
