@@ -58,7 +58,7 @@ STEADY_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on the width of a batch."""
 
 TRL, GLOBAL_MEANS = Version(trl.__version__), Version("1.10")
-"""This version of TRL, and one that averages over the tokens of all processes, and never over padding."""
+"""This version of TRL, and one whose metrics are averages over the tokens of all processes."""
 
 
 def find_trim(model: PreTrainedModel, multiple: int = 1, noise: float | None = None) -> Trim:
@@ -108,6 +108,10 @@ class CompactGRPOTrainer(GRPOTrainer):
     def _has_liger_loss(self) -> bool:
         """Before TRL 1.14 Liger had a loss of its own."""
         return Version("1.14") > TRL and bool(vars(self).get("use_liger_kernel", False))
+
+    def _reads_padding(self) -> bool:
+        """Before TRL 1.10, luspo averaged over padding."""
+        return self.loss_type == "luspo" and TRL < GLOBAL_MEANS
 
     def _limits(self) -> tuple[list[str], list[str]]:
         """Why rows stay in their micro-batch, and why those with advantage zero stay; see `find_limits`."""
@@ -212,9 +216,8 @@ class CompactGRPOTrainer(GRPOTrainer):
     def _ask_all(self, batch: Batch) -> tuple[bool, bool]:
         """Whether on every rank the rows of this batch can be moved, and whether they are to move to other ranks."""
         unknown, lists = find_unknown(batch), [name for name, value in batch.items() if isinstance(value, list)]
-        reads_padding = self.loss_type == "luspo" and TRL < GLOBAL_MEANS
         # On the wire, one column may be a tensor of one per row, or of a completion's only token.
-        own = [unknown is None and not reads_padding, not lists and batch["completion_ids"].size(1) > 1]
+        own = [unknown is None and not self._reads_padding(), not lists and batch["completion_ids"].size(1) > 1]
         answers_R2 = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device))
         can_move, can_leave = answers_R2.all(dim=0).tolist()
         exchanges = self._settings.exchange_rows and self.accelerator.num_processes > 1
@@ -224,7 +227,7 @@ class CompactGRPOTrainer(GRPOTrainer):
         if can_move:
             return True, exchanges and can_leave
         found = f"`{unknown}`, which may not be one per row" if unknown else "unknown tensors on another rank"
-        if reads_padding:
+        if self._reads_padding():
             found = "'luspo' of a version of TRL that averages over padding"
         if self._settings.compact_updates:
             raise ValueError(
@@ -265,7 +268,7 @@ class CompactGRPOTrainer(GRPOTrainer):
             )
 
         is_text = all(value is None or isinstance(value, bool) for value in kwargs.values())
-        if not (self._is_compact and is_text):
+        if not (self._is_compact and is_text) or self._reads_padding():
             return compute(input_ids, attention_mask, logits_to_keep, batch_size)
         if batch_size is None or batch_size >= len(input_ids):  # micro-batches, which have been cut already
             outputs = compute(input_ids, attention_mask, logits_to_keep)
