@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from update import describe_machine
+from update import save
 
 from grpo_ext.cli.arguments import parse
 from grpo_ext.cli.train import make_trainer
@@ -73,9 +73,7 @@ def main() -> None:
     mean, num_seeds = statistics.fmean(differences), len(rows)
     half = STUDENT_95[num_seeds] * statistics.stdev(differences) / num_seeds**0.5
     print(f"reward with minus without: {mean:+.4f}, 95 % interval {mean - half:+.4f} to {mean + half:+.4f}")  # noqa: T201
-    content = {"steps": options.steps, "machine": describe_machine(), "rows": rows, "difference": [mean, half]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    save(options.output, {"steps": options.steps, "rows": rows, "difference": [mean, half]})
 
 
 if __name__ == "__main__":

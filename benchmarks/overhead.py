@@ -9,7 +9,6 @@ time inside our own code is known without comparing runs. The ratios of whole st
 import argparse
 import functools
 import inspect
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trl import GRPOTrainer
-from update import describe_machine
+from update import save
 
 from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.cli import train as command
@@ -94,17 +93,8 @@ def main() -> None:
     watch_all(clock)
     with tempfile.TemporaryDirectory() as folder:
         for run, (trainer_class, words) in RUNS.items():
-            fixed = [
-                "--max_steps",
-                options.steps,
-                "--save_strategy",
-                "no",
-                "--output_dir",
-                folder,
-                "--logging_steps",
-                1,
-            ]
-            trainer = make_trainer(trainer_class, [*words, *map(str, fixed)])
+            fixed = f"--max_steps {options.steps} --save_strategy no --output_dir {folder} --logging_steps 1".split()
+            trainer = make_trainer(trainer_class, [*words, *fixed])
             clock.own, start = 0.0, time.perf_counter()
             clock.since = start
             trainer.train()
@@ -115,9 +105,7 @@ def main() -> None:
     for run, times in steps.items():
         low, median, high = (value / stock for value in statistics.quantiles(times, n=4))
         print(f"| {run} | {median:.3f} ({low:.3f} to {high:.3f}) | {shares[run]:.4%} |")  # noqa: T201
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": describe_machine(), "inside_our_code": shares, "step_seconds": steps}
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    save(options.output, {"inside_our_code": shares, "step_seconds": steps})
 
 
 if __name__ == "__main__":

@@ -242,6 +242,12 @@ def describe_machine() -> dict[str, Any]:
     return {"device": device, "threads": torch.get_num_threads()} | versions
 
 
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Writes what a benchmark found, and where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": describe_machine()} | content, indent=1) + "\n")
+
+
 def draw_picture(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Time and padding against the share of live rows."""
     import matplotlib as mpl
@@ -279,9 +285,7 @@ def main() -> None:
     pivot, machine = measure_pivot(options.model, options.repetitions), describe_machine()
     for key, values in pivot.items():
         print(f"MC-GRPO, {key.replace('_', ' ')}: " + "{median:.2f} ({low:.2f} to {high:.2f})".format(**values))  # noqa: T201
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"model": options.model, "machine": machine, "rows": rows, "mc_grpo": pivot}
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    save(options.output, {"model": options.model, "rows": rows, "mc_grpo": pivot})
     draw_picture(rows, f"{options.model}, {machine['device']}", options.output.with_suffix(".png"))
 
 

@@ -124,13 +124,18 @@ def mask_rows(batch: Batch, excluded_B: Tensor) -> None:
 # What a row needs
 
 
+def has_rows(value: object) -> bool:
+    """Whether TRL takes this for one item per row: a list, or a tensor that is not 0-d."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
 def find_unknown(batch: Batch) -> str | None:
     """The first key whose rows we cannot move (those of images, say), or None."""
     num_rows = len(batch["completion_ids"])
     for name, value in batch.items():
-        if value is None or (isinstance(value, Tensor) and value.dim() == 0):
+        if value is None or (isinstance(value, Tensor) and not has_rows(value)):
             continue
-        is_aligned = isinstance(value, Tensor | list) and len(value) == num_rows
+        is_aligned = has_rows(value) and len(value) == num_rows
         is_scalar = not isinstance(value, Tensor) or value.dim() == 1
         if not (is_aligned and (is_scalar or name in LEFT_PADDED + RIGHT_PADDED)):
             return name
@@ -198,7 +203,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], list):
             return [item for value in values for item in value]
-        return torch.cat(values) if isinstance(values[0], Tensor) and values[0].dim() else values[0]
+        return torch.cat(values) if has_rows(values[0]) else values[0]
 
     return {name: join([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -208,20 +213,14 @@ def take(batch: Batch, index: Sequence[int]) -> Batch:
     places = torch.tensor(index, dtype=torch.long, device=batch["completion_ids"].device)
 
     def pick(value: Any) -> Any:
-        if isinstance(value, list):
-            return [value[i] for i in index]
-        is_aligned = isinstance(value, Tensor) and value.dim()
-        return value[places.to(value.device)] if is_aligned else value
+        return [value[i] for i in index] if isinstance(value, list) else value[places.to(value.device)]
 
-    return {name: pick(value) for name, value in batch.items()}
+    return {name: pick(value) if has_rows(value) else value for name, value in batch.items()}
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
     """Neighbouring rows of a batch."""
-    return {
-        name: value[start:stop] if isinstance(value, list) or (isinstance(value, Tensor) and value.dim()) else value
-        for name, value in batch.items()
-    }
+    return {name: value[start:stop] if has_rows(value) else value for name, value in batch.items()}
 
 
 def crop(batch: Batch, prompt_width: int, completion_width: int) -> Batch:
@@ -318,7 +317,7 @@ def unpack(packed: Tensor, rows: Batch, widths: Sequence[int]) -> Batch:
 def _layout(rows: Batch, widths: Sequence[int]) -> list[tuple[str, int, torch.dtype]]:
     """Name, columns and type on the wire of everything that has rows."""
     layout = []
-    for name in sorted(name for name, value in rows.items() if isinstance(value, Tensor) and value.dim()):
+    for name in sorted(name for name, value in rows.items() if has_rows(value)):
         is_wide = rows[name].dim() > 1 and rows[name].size(1) > 1
         width = widths[0] if name in LEFT_PADDED else widths[1] if is_wide else 1
         layout.append((name, width, WIRE_TYPES.get(name, rows[name].dtype)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from _training import make_args, make_trainer, use_float64
-from _worker import digits, write
+from _worker import check_processes, digits, save_record, write
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -90,13 +90,8 @@ def run(folder: Path, num_processes: int, num_steps: int, precision: str, mode: 
         use_float64(trainer, pytest.MonkeyPatch())
     trainer.train()
     trainer.save_model(str(folder / "model"))
-    record = {
-        "num_processes": trainer.accelerator.num_processes,
-        "engine": type(trainer.model_wrapped).__name__,
-        "log": [line for line in trainer.state.log_history if "loss" in line],
-    }
-    torch.save(record, folder / f"rank{trainer.accelerator.process_index}.pt")
-    trainer.accelerator.wait_for_everyone()
+    engine = type(trainer.model_wrapped).__name__
+    save_record(trainer, folder, {"num_processes": trainer.accelerator.num_processes, "engine": engine})
 
 
 def main() -> None:
@@ -106,9 +101,7 @@ def main() -> None:
     parser.add_argument("--num_steps", type=int, required=True)
     parser.add_argument("--precision", required=True)
     options = parser.parse_args()
-    found = make_args(options.folder).world_size  # after which accelerate knows its processes
-    if found != options.num_processes:
-        raise SystemExit(f"The launch should bring up {options.num_processes} processes, found {found}.")
+    check_processes(options.folder, options.num_processes)
     assert len({len(digits("1+1=", place)) for place in range(NUM_COMPLETIONS)}) > 1
     for mode in MODES:
         run(options.folder / mode, options.num_processes, options.num_steps, options.precision, mode)

@@ -230,8 +230,20 @@ def run(folder: Path, num_processes: int, lora: bool, resume_from: Path | None, 
         "state": trainer.advantage_estimator.state_dict(),
         "history": trainer.collapse_history.state_dict(),
         "evaluation": evaluation,
-        "log": [line for line in trainer.state.log_history if "loss" in line],
     }
+    save_record(trainer, folder, record)
+
+
+def check_processes(folder: Path, expected: int) -> None:
+    """Ends a launch of another number of processes than it was asked for."""
+    found = make_args(folder).world_size  # after which accelerate knows its processes
+    if found != expected:
+        raise SystemExit(f"The launch should bring up {expected} processes, found {found}.")
+
+
+def save_record(trainer: AdvantageGRPOTrainer, folder: Path, record: dict[str, Any]) -> None:
+    """Keeps this rank's record, with the log, beside the model."""
+    record["log"] = [line for line in trainer.state.log_history if "loss" in line]
     torch.save(record, folder / f"rank{trainer.accelerator.process_index}.pt")
     trainer.accelerator.wait_for_everyone()
 
@@ -244,9 +256,7 @@ def main() -> None:
     parser.add_argument("--foreign", type=Path, help="a run of another number of processes, to resume")
     options = parser.parse_args()
     folder, num_processes = options.folder, options.num_processes
-    found = make_args(folder).world_size  # after which accelerate knows its processes
-    if found != num_processes:
-        raise SystemExit(f"The launch should bring up {num_processes} processes, found {found}.")
+    check_processes(folder, num_processes)
     GRPOTrainer._generate_and_score_completions = keep_stock_advantages
     divisors = torch.load(options.divisors) if options.divisors else {}
     if options.foreign:

@@ -60,8 +60,8 @@ def move(trainer, seed=7):
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def compare(trainer, batch, tolerance, num_steps=NUM_STEPS):
-    """Asserts TRL's gradient, twice on one buffer; gives the micro-batches."""
+def assert_gradient_is_trls(trainer, batch, tolerance, num_steps=NUM_STEPS):
+    """Twice on one buffer; gives the micro-batches."""
     stock = split(batch, num_steps)
     found = trainer._compact(stock)
     assert len(found) == len(stock)
@@ -97,7 +97,7 @@ def test_gradient_is_trls_in_float64(tmp_path, monkeypatch, loss_type, beta):
     use_float64(trainer, monkeypatch)
     for live in LIVE:
         batch = make_batch(trainer, live)
-        found = compare(trainer, batch, 1e-12)
+        found = assert_gradient_is_trls(trainer, batch, 1e-12)
         assert count_padded(found) < (0.8 if beta else 0.5 if live < 1 else 0.7) * count_padded(split(batch))
 
 
@@ -107,7 +107,7 @@ def test_gradient_is_trls_in_float32(tmp_path, loss_type, beta):
     """With TRL's own head."""
     trainer = make_compact_trainer(tmp_path, loss_type=loss_type, beta=beta)
     for live in LIVE:
-        compare(trainer, make_batch(trainer, live), 2e-6 if Version("1.15") <= TRL else 5e-6)
+        assert_gradient_is_trls(trainer, make_batch(trainer, live), 2e-6 if Version("1.15") <= TRL else 5e-6)
 
 
 @pytest.mark.skipif(Version("1.10") <= TRL, reason="since then luspo does not read padding")
@@ -121,7 +121,7 @@ def test_luspo_of_old_is_left_alone(tmp_path, said):
 def test_gradient_in_float64_stops_at_the_float32_of_trls_head(tmp_path):
     trainer = make_compact_trainer(tmp_path)
     trainer.model.double()
-    compare(trainer, make_batch(trainer, 0.5), 1e-6)
+    assert_gradient_is_trls(trainer, make_batch(trainer, 0.5), 1e-6)
 
 
 @pytest.mark.parametrize("loss_type", [loss for loss in (*ROW_MEAN_LOSSES, "bnpo") if loss in LOSSES])
@@ -177,7 +177,7 @@ def test_rows_stay_in_place_beside_what_depends_on_the_micro_batch(tmp_path, mon
     monkeypatch.setattr(trainer.accelerator.gradient_state, "sync_gradients", False)  # the controller stays put
     trainer._last_world_entropy = 0.0
     batch = make_batch(trainer, 0.5)
-    found = compare(trainer, batch, 2e-6)
+    found = assert_gradient_is_trls(trainer, batch, 2e-6)
     assert [len(part["advantages"]) for part in found] == [4] * NUM_STEPS
     assert count_padded(found) < 0.9 * count_padded(split(batch))
     force(trainer, monkeypatch)
@@ -240,7 +240,7 @@ def test_gradient_is_trls_with_what_belongs_to_a_row(tmp_path, monkeypatch, feat
     for live in (0.17, 0.5):
         batch = make_batch(trainer, live)
         batch |= extend(trainer, batch)
-        compare(trainer, batch, 1e-12)
+        assert_gradient_is_trls(trainer, batch, 1e-12)
 
 
 def test_log_probs_far_apart_stay_finite(tmp_path):
@@ -609,7 +609,7 @@ def test_pad_to_multiple_of_is_honoured(tmp_path):
             batch[name] = torch.nn.functional.pad(batch[name], (missing, 0) if pads[0] else (0, missing))
     for name in ("old_per_token_logps", "ref_per_token_logps"):
         batch[name] = torch.nn.functional.pad(batch[name], (0, batch["completion_ids"].size(1) - batch[name].size(1)))
-    found = compare(trainer, batch, 2e-6)
+    found = assert_gradient_is_trls(trainer, batch, 2e-6)
     found += trainer._compact(split(batch | {"advantages": torch.zeros(24)}))
     widths = {part[name].size(1) for part in found for name in ("prompt_ids", "completion_ids")}
     assert all(width % 4 == 0 for width in widths)
@@ -691,7 +691,7 @@ def test_learned_positions_keep_the_padding_left_of_prompts(tmp_path, said):
     assert "keeps the padding left of prompts" in said[0]
     batch = make_batch(trainer, 0.5)
     trainer.model.eval()  # no dropout
-    found = compare(trainer, batch, 2e-6)
+    found = assert_gradient_is_trls(trainer, batch, 2e-6)
     needed = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1))[batch["advantages"] != 0].sum()
     assert trainer._metrics["train"]["compact/live_tokens"] == [needed]  # without that padding
     assert {part["prompt_ids"].size(1) for part in found} <= {batch["prompt_ids"].size(1), 1}

@@ -101,7 +101,8 @@ def test_trl_has_the_methods_we_wrap(method, parameters):
 def test_trl_computes_log_probs_from_what_we_pass():
     """TRL 1.14.2 takes positions without names."""
     signature = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
-    signature.bind(None, "model", "input_ids", "attention_mask", 8, batch_size=4, compute_entropy=True)
+    bound = signature.bind(None, "model", "input_ids", "attention_mask", 8, batch_size=4, compute_entropy=True)
+    assert (bound.arguments["model"], bound.arguments["batch_size"]) == ("model", 4)
 
 
 def test_transformers_has_what_saves_on_sigterm(tmp_path):
