@@ -1,6 +1,7 @@
 """Rows of the batches that TRL buffers: which of them the loss needs, and how to move them.
 
-Pure functions on TRL's dicts of row-aligned tensors. Where rows go is decided in `packing.py`. Axes: see `groups.py`
+Pure functions on TRL's dicts of row-aligned tensors, all that know their keys, and the file is long for that reason.
+Where rows go is decided in `packing.py`. Axes: see `groups.py`
 and there.
 
 Row i of micro-batch m has the gradient A_i G_i / D_m, with D_m the rows of m (`ROW_MEAN_LOSSES`), its loss tokens

@@ -1,7 +1,8 @@
 """`CompactGRPOTrainer`: TRL's `GRPOTrainer` whose update computes only what its gradient needs.
 
 It wraps `_prepare_inputs` (rows and columns of the update), `_get_per_token_logps_and_entropies` (those of the passes
-without a gradient) and `_compute_loss` (factors and metrics). What moves where is decided in `batching.py`.
+without a gradient) and `_compute_loss` (factors and metrics). Which rows the loss needs is decided in `batching.py`,
+where they go in `packing.py`. Long, since all that TRL's shape and versions ask of compact updates stands here.
 """
 
 import math
