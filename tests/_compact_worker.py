@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.batching import ROW_MEAN_LOSSES, TOKEN_MEAN_LOSSES
+from grpo_ext.cli.train import end
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 
@@ -105,7 +106,7 @@ def main() -> None:
     assert len({len(digits("1+1=", place)) for place in range(NUM_COMPLETIONS)}) > 1
     for mode in MODES:
         run(options.folder / mode, options.num_processes, options.num_steps, options.precision, mode)
-    Accelerator().end_training()
+    end(Accelerator())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.advantages import AGRAE, AVSPO, HADW, METHODS, AdaptiveForgetting, UniformRewards
 from grpo_ext.batching import count_loss_tokens
+from grpo_ext.cli.train import end
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 
@@ -265,7 +266,7 @@ def main() -> None:
         for name, lora, step in (("full", False, SAVE_STEPS), ("lora", True, NUM_LORA_STEPS // 2)):
             run(folder / name, num_processes, lora, None, divisors)
             run(folder / f"{name}_resumed", num_processes, lora, folder / name / f"checkpoint-{step}", divisors)
-    Accelerator().end_training()
+    end(Accelerator())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
@@ -124,7 +124,18 @@ def train(run: Run, trainer: AdvantageGRPOTrainer) -> None:
         say(f"Model in {folder}, {curves}.")
     if run.training.push_to_hub:
         trainer.push_to_hub(dataset_name=run.script.dataset_name)
-    trainer.accelerator.end_training()
+    end(trainer.accelerator)
+
+
+def end(accelerator: Accelerator) -> None:
+    """
+    Leaves the other processes. Threads of gloo's outlive the process group, and one of them that lets go of its last
+    tensor while Python ends aborts the process, which makes a launcher call the finished run failed: so they get
+    the time to do it before.
+    """
+    accelerator.end_training()
+    if accelerator.num_processes > 1:
+        time.sleep(0.2)
 
 
 def is_ours(error: Exception) -> bool:
