@@ -33,6 +33,11 @@ class AdvantageGRPOConfig(GRPOConfig):
             is exact, saying where it is not; True: an error where it is not; False: never.
         exchange_rows (`bool`, *optional*, defaults to `False`):
             With several processes, let rows move between them, so that each has about as much to compute.
+        log_rewards (`bool`, *optional*, defaults to `False`):
+            Keep every completion's rewards, length and advantage in `output_dir/rewards`, for `grpo-ext replay`,
+            `diagnose` and `plot`.
+        log_reward_texts (`bool`, *optional*, defaults to `False`):
+            Keep prompts and completions there as well.
         reset_advantage_state (`bool`, *optional*, defaults to `False`):
             Resume without the estimator's state and the collapse figures of the checkpoint: with another method on
             purpose, or where the file is damaged. Drop it at the next resume.
@@ -63,6 +68,11 @@ class AdvantageGRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Let rows move between processes, so that each has about as much to compute."},
     )
+    log_rewards: bool = field(
+        default=False,
+        metadata={"help": "Keep every completion's rewards and advantage in output_dir/rewards, for replay and plot."},
+    )
+    log_reward_texts: bool = field(default=False, metadata={"help": "Keep prompts and completions there as well."})
     reset_advantage_state: bool = field(
         default=False,
         metadata={"help": "Resume without the checkpoint's estimator state, to go on with another method on purpose."},
@@ -77,6 +87,8 @@ class AdvantageGRPOConfig(GRPOConfig):
         should = "be False where `compact_updates=False` keeps rows in place"
         is_possible = not (self.exchange_rows and self.compact_updates is False)
         require(is_possible, "exchange_rows", self.exchange_rows, should, "drop one of the two")
+        is_logged = self.log_rewards or not self.log_reward_texts
+        require(is_logged, "log_reward_texts", True, "come with `log_rewards`", "set both")
         if self.bf16 is None and not (self.fp16 or self.use_cpu or torch.accelerator.is_available()):
             self.use_cpu, self.bf16 = True, False
             logger.warning("No accelerator found: training on the CPU in float32 (use_cpu=True, bf16=False).")

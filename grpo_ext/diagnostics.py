@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_ext.estimator import Component
 from grpo_ext.groups import SUCCESS_TOLERANCE, RewardGroups
-from grpo_ext.statistics import EPS, group_mean, is_all_equal, num_comparable, num_scored, share_all_equal
+from grpo_ext.statistics import EPS, group_mean, group_median, is_all_equal, num_comparable, num_scored, share_all_equal
 
 ZERO = 1e-8
 """An advantage up to this size counts as zero."""
@@ -68,17 +68,75 @@ def has_no_signal(groups: RewardGroups, advantages_PG: Tensor) -> Tensor:
 
 
 def collapse_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, float]:
-    """`acr/rate`, its split by cause, and `acr/after`, the share without a signal once the estimator has spoken."""
+    """
+    `acr/rate`, its split by cause, `acr/after`, the share without a signal once the estimator has spoken, and
+    `acr/float_noise`, the part of it whose advantages are not zero but rounding errors.
+    """
     num_groups = max(1, num_comparable(groups.rewards_PG))
     metrics = {"acr/rate": advantage_collapse_rate(groups.rewards_PG)}
     for cause, is_cause_P1 in collapse_causes(groups).items():
         metrics[f"acr/{cause}"] = int(is_cause_P1.sum()) / num_groups
-    metrics["acr/after"] = int(has_no_signal(groups, advantages_PG).sum()) / num_groups
+    has_no_signal_P1 = has_no_signal(groups, advantages_PG)
+    is_noise_P1 = has_no_signal_P1 & (advantages_PG.abs() > ZERO).any(dim=1, keepdim=True)
+    metrics["acr/after"] = int(has_no_signal_P1.sum()) / num_groups
+    metrics["acr/float_noise"] = int(is_noise_P1.sum()) / num_groups
     return metrics
 
 
+def batch_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, float]:
+    """
+    Everything about one generation batch that a log or a warning wants, by metric name: `collapse_metrics`,
+    `advantage_metrics`, `group_metrics`, and `reward`, the mean over scored rows.
+    """
+    metrics = collapse_metrics(groups, advantages_PG) | advantage_metrics(groups, advantages_PG)
+    rewards = groups.rewards_PG[groups.is_scored_PG]
+    return metrics | group_metrics(groups) | ({"reward": rewards.double().mean().item()} if len(rewards) else {})
+
+
+def group_metrics(groups: RewardGroups) -> dict[str, float]:
+    """
+    `groups/num` (groups with two scored rows), `groups/frac_unscorable` (the share of groups that lack them),
+    `groups/frac_median_flips`, and `completions/frac_duplicates`: the share of completions whose tokens another one
+    of their group has had before.
+    """
+    num_groups = num_comparable(groups.rewards_PG)
+    metrics = {
+        "groups/num": float(num_groups),
+        "groups/frac_unscorable": 1 - num_groups / len(groups.rewards_PG),
+        "groups/frac_median_flips": median_flips(groups),
+    }
+    if groups.completion_keys_PG is not None:
+        keys_PG = groups.completion_keys_PG.sort(dim=1).values
+        metrics["completions/frac_duplicates"] = (keys_PG[:, 1:] == keys_PG[:, :-1]).sum().item() / keys_PG.numel()
+    return metrics
+
+
+def median_flips(groups: RewardGroups) -> float:
+    """
+    Share of scored rows above their group's mean and below its median, or the other way round: the rows whose
+    advantage changes its sign with the baseline (arXiv 2601.22582). Rewards of 0 and 1 have none.
+    """
+    is_scored_PG = groups.is_scored_PG
+    from_mean_PG = groups.rewards_PG - group_mean(groups.rewards_PG)
+    from_median_PG = groups.rewards_PG - group_median(groups.rewards_PG)
+    return ((from_mean_PG * from_median_PG < 0) & is_scored_PG).sum().item() / max(1, int(is_scored_PG.sum()))
+
+
+def num_effective_groups(groups: RewardGroups, advantages_PG: Tensor) -> float:
+    """
+    Effective number of groups that teach: (sum of m)^2 / (sum of m^2), m the absolute advantages' sum of a group with
+    a signal. As many as there are where all teach alike, 0 where none does.
+    """
+    mass_P1 = advantages_PG.abs().nan_to_num(nan=0.0).double().sum(dim=1, keepdim=True)
+    mass_P1 = mass_P1.masked_fill(has_no_signal(groups, advantages_PG), 0.0)
+    return (mass_P1.sum() ** 2 / (mass_P1**2).sum().clamp(min=torch.finfo(torch.float64).tiny)).item()
+
+
 def advantage_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, float]:
-    """Size, zeros and mass of the advantages over scored rows (mass: mean over groups), and the unscorable share."""
+    """
+    Size, zeros and mass of the advantages over scored rows (mass: mean over groups), the share of completion tokens
+    with advantage zero, the effective number of groups, and the unscorable share of the rows.
+    """
     scored = advantages_PG[groups.is_scored_PG].cpu().double()
     metrics = {"groups/frac_unscorable_rows": 1 - len(scored) / advantages_PG.numel()}
     if len(scored):
@@ -88,7 +146,12 @@ def advantage_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, 
             "advantage/frac_zero": (scored.abs() < ZERO).double().mean().item(),
             "advantage/sum_pos": scored.clamp(min=0).sum().item() / len(advantages_PG),
             "advantage/sum_neg": scored.clamp(max=0).sum().item() / len(advantages_PG),
+            "groups/num_effective": num_effective_groups(groups, advantages_PG),
         }
+    if groups.lengths_PG is not None:
+        is_zero_PG = advantages_PG.abs().nan_to_num(nan=0.0) < ZERO
+        num_zero_tokens = (groups.lengths_PG * is_zero_PG).sum().item()
+        metrics["advantage/frac_zero_tokens"] = num_zero_tokens / max(1, groups.lengths_PG.sum().item())
     return metrics
 
 
@@ -118,12 +181,16 @@ def idle_completions(groups: RewardGroups, advantages_PG: Tensor, excluded_PG: T
 
 @dataclass
 class CollapseHistory(Component):
-    """Counts over all generated training batches; state is what a checkpoint keeps."""
+    """
+    Counts over all generated training batches; state is what a checkpoint keeps. `num_repeated` of them were counted
+    twice, because a run resumed in the middle of a generation cycle.
+    """
 
     num_batches: int = field(init=False, default=0)
     num_groups: int = field(init=False, default=0)
     num_collapsed: int = field(init=False, default=0)
     first_rates: list[float] = field(init=False, default_factory=list)
+    num_repeated: int = field(init=False, default=0)
     num_completions: int = field(init=False, default=0)
     num_scored: int = field(init=False, default=0)
     num_idle: dict[str, int] = field(init=False, default_factory=dict)

@@ -5,6 +5,8 @@ of one prompt are neighbours), B rows of this rank, F reward functions, T tokens
 A tensor's name ends in its axes: `rewards_PG`, `baseline_P1`. NaN marks an unscorable row.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class RewardGroups:
             Weights of the reward functions, shape (F,).
         prompt_ids_P (`list[str]`, *optional*):
             A stable id per prompt.
+        is_truncated_PG (`torch.Tensor`, *optional*):
+            Completions that did not end by themselves, bool (P, G).
+        completion_keys_PG (`torch.Tensor`, *optional*):
+            Whole numbers (P, G), equal where two completions have the same tokens.
         progress (`float`, *optional*):
             Share of the training steps that are done, in [0, 1].
         reward_range (`float`, *optional*, defaults to `1.0`):
@@ -51,6 +57,8 @@ class RewardGroups:
         rewards_PGF: Tensor | None = None,
         reward_weights_F: Tensor | None = None,
         prompt_ids_P: list[str] | None = None,
+        is_truncated_PG: Tensor | None = None,
+        completion_keys_PG: Tensor | None = None,
         progress: float | None = None,
         reward_range: float = 1.0,
     ) -> None:
@@ -59,6 +67,8 @@ class RewardGroups:
         self.rewards_PGF = rewards_PGF
         self.reward_weights_F = reward_weights_F
         self.prompt_ids_P = prompt_ids_P
+        self.is_truncated_PG = is_truncated_PG
+        self.completion_keys_PG = completion_keys_PG
         self.progress = progress
         self.reward_range = reward_range
         self._success_PG = success_PG
@@ -141,9 +151,53 @@ class RewardGroups:
             ("success_PG", self._success_PG),
             ("lengths_PG", self.lengths_PG),
             ("rewards_PGF", self.rewards_PGF),
+            ("is_truncated_PG", self.is_truncated_PG),
+            ("completion_keys_PG", self.completion_keys_PG),
         ):
             if value is not None and value.shape[:2] != self.rewards_PG.shape:
                 raise ValueError(
                     f"`{name}` should begin with the shape of `rewards_PG`, {tuple(self.rewards_PG.shape)}, found "
                     f"{tuple(value.shape)}: pass one value per completion."
                 )
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """
+    How the values of several reward functions become one reward, and tell right from wrong.
+
+    Args:
+        weights (`list[float]`):
+            One weight per reward function.
+        success_column (`int`, *optional*):
+            The function that tells right from wrong. None: the weighted sum.
+        reward_min, reward_max (`float`, *optional*, defaults to `0.0` and `1.0`):
+            Its value for a wrong and for a right answer.
+    """
+
+    weights: list[float]
+    success_column: int | None = None
+    reward_min: float = 0.0
+    reward_max: float = 1.0
+
+    def group(self, rewards_NF: Tensor, num_generations: int, **fields: object) -> RewardGroups:
+        """The gathered rewards (N, F) of a generation batch by group; `fields` are `RewardGroups`' own, by row."""
+        weights_F = torch.tensor(self.weights, dtype=torch.float32, device=rewards_NF.device)
+        return RewardGroups.from_functions(
+            rewards_NF,
+            weights_F,
+            num_generations,
+            success_PG=self._success(rewards_NF, weights_F),
+            reward_range=self.reward_max - self.reward_min,
+            **fields,
+        )
+
+    def _success(self, rewards_NF: Tensor, weights_F: Tensor) -> Tensor | None:
+        """The success signal (N,) where the user has set one up, else None."""
+        if self.success_column is None and (self.reward_min, self.reward_max) == (0.0, 1.0):
+            return None
+        if self.success_column is not None:
+            column_N = rewards_NF[:, self.success_column]
+        else:
+            column_N = (rewards_NF * weights_F).nansum(dim=1)
+        return (column_N - self.reward_min) / (self.reward_max - self.reward_min)

@@ -104,3 +104,43 @@ def for_evaluation(estimator: AdvantageEstimator, args: GRPOConfig) -> Advantage
     if estimator.training_only:
         return resolve_estimator(GRPO(scale_rewards=vars(estimator).get("scale_rewards")), args)
     return estimator.map_children(lambda child: for_evaluation(child, args))
+
+
+def to_spec(component: Component) -> dict[str, Any]:
+    """A component by its classes' paths and its arguments, as JSON holds them; `from_spec` makes it again."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return to_spec(value) if isinstance(value, Component) else value
+
+    own = type(component)
+    arguments = {
+        field.name: plain(vars(component)[field.name]) for field in dataclasses.fields(component) if field.init
+    }
+    return {"class": f"{own.__module__}:{own.__qualname__}", "arguments": arguments}
+
+
+def from_spec(spec: dict[str, Any]) -> Component:
+    """
+    The component that `to_spec` described, without its state.
+
+    Raises:
+        `ValueError`: where a class cannot be imported or is none of ours.
+    """
+
+    def build(value: Any) -> Any:
+        if isinstance(value, list):
+            return [build(item) for item in value]
+        return from_spec(value) if isinstance(value, dict) and set(value) == {"class", "arguments"} else value
+
+    try:
+        found = import_object(*spec["class"].split(":", 1))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"The estimator should be an importable package.module:Class, found {spec['class']!r} ({error}): install "
+            "the package it comes from."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Component)):
+        raise ValueError(f"The estimator should consist of this package's components, found {spec['class']!r}.")
+    return found(**{name: build(value) for name, value in spec["arguments"].items()})

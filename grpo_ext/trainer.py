@@ -1,8 +1,8 @@
 """`AdvantageGRPOTrainer`: TRL's `GRPOTrainer` with a place to change the advantage.
 
-Beside `compact.py` the one file where TRL's shape shows, and long for that reason. It wraps methods of TRL and copies
-no body: `_generate`, `_calculate_rewards` and `_generate_and_score_completions` (the advantages, and rows left out of
-the loss), `train`, `_save_checkpoint` and `_load_optimizer_and_scheduler` (exact resume). Axes: see `groups.py`.
+Beside `watching.py` and `compact.py` the one file where TRL's shape shows, and long for that reason. It wraps methods
+of TRL and copies no body: what `watching.py` names for the advantages and rows left out of the loss, `train`,
+`_save_checkpoint` and `_load_optimizer_and_scheduler` for exact resume. Axes: see `groups.py`.
 """
 
 import copy
@@ -20,7 +20,6 @@ from transformers.utils import logging
 from trl import GRPOConfig
 
 from grpo_ext.batching import LOSS_SCALE, ROW_MEAN_LOSSES, check_exclusion, count_loss_tokens, mask_rows
-from grpo_ext.callbacks import AdvantageCallback
 from grpo_ext.checkpoint import (
     choose_checkpoint,
     collect_state,
@@ -31,16 +30,16 @@ from grpo_ext.checkpoint import (
 )
 from grpo_ext.compact import CompactGRPOTrainer
 from grpo_ext.config import AdvantageGRPOConfig
-from grpo_ext.diagnostics import CollapseHistory, advantage_metrics, collapse_metrics
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 from grpo_ext.preemption import SigtermCallback
 from grpo_ext.resolution import for_evaluation, resolve_estimator
+from grpo_ext.watching import WatchedGRPOTrainer
 
 logger = logging.get_logger(__name__)
 
 
-class AdvantageGRPOTrainer(CompactGRPOTrainer):
+class AdvantageGRPOTrainer(WatchedGRPOTrainer, CompactGRPOTrainer):
     """
     `GRPOTrainer` whose advantages come from an estimator.
 
@@ -70,49 +69,31 @@ class AdvantageGRPOTrainer(CompactGRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = AdvantageGRPOConfig(f"{Path(name).name}-GRPO")
         self.advantage_estimator = resolve_estimator(advantage_estimator, args)
-        self.collapse_history = CollapseHistory()
         # A plain `GRPOConfig` lacks our fields; their defaults are the class's attributes.
         self._settings = args if isinstance(args, AdvantageGRPOConfig) else AdvantageGRPOConfig
         super().__init__(model, reward_funcs, self._with_extra_generations(args), *positional, **kwargs)
         # TRL has taken its number; what is saved and logged is the user's.
         self.args.num_generations -= self.advantage_estimator.num_extra_generations
-        self._success_column = self._find_success_column()
+        self._watch(self._settings, self.advantage_estimator)
         stock = self.pop_callback(JITCheckpointCallback)  # None unless `enable_jit_checkpoint`
         if stock is not None:
             self.add_callback(SigtermCallback(stock.jit_manager))
 
     # The advantages
 
-    def _generate(self, prompts: list) -> tuple:
-        output = super()._generate(prompts)
-        completion_ids, tool_mask = output[1], output[2]
-        self._lengths = [len(ids) for ids in completion_ids] if tool_mask is None else [sum(row) for row in tool_mask]
-        return output
-
-    def _calculate_rewards(
-        self, inputs: list[dict], prompts: list, completions: list, completion_ids_list: list[list[int]]
-    ) -> Tensor:
-        rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        lengths_B = torch.tensor(self._lengths, device=self.accelerator.device)
-        self._gathered = rewards_NF, self.accelerator.gather(lengths_B)
-        return rewards_NF
-
-    def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        groups = self._group_rewards(*self._gathered)
+    def _assign_advantages(self, groups: RewardGroups, output: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         if not groups.is_scored_PG.any():
             advantages_PG, excluded_PG = groups.rewards_PG, None
             self._report_unscored()
         else:
             advantages_PG = self._compute_advantages(groups)
             excluded_PG = self._active_estimator().excluded(groups) if self.model.training else None
-        self._observe(groups, advantages_PG, excluded_PG)
         advantages_N = advantages_PG.nan_to_num(nan=0.0).flatten().to(output["advantages"])
         output["advantages"] = self._local_rows(advantages_N, output)
         self._relog_advantages(advantages_N)
         if excluded_PG is not None:
             self._exclude(output, excluded_PG.flatten())
-        return output
+        return advantages_PG, excluded_PG
 
     def _compute_advantages(self, groups: RewardGroups) -> Tensor:
         """The hook: advantages (P, G) of one gathered generation batch. It only estimates."""
@@ -121,41 +102,13 @@ class AdvantageGRPOTrainer(CompactGRPOTrainer):
     def _active_estimator(self) -> AdvantageEstimator:
         return self.advantage_estimator if self.model.training else for_evaluation(self.advantage_estimator, self.args)
 
-    def _group_rewards(self, rewards_NF: Tensor, lengths_N: Tensor) -> RewardGroups:
-        low, high = self._settings.reward_min, self._settings.reward_max
-        return RewardGroups.from_functions(
-            rewards_NF,
-            self.reward_weights.to(rewards_NF.device),
-            self.num_generations if self.model.training else self.num_generations_eval,
-            success_PG=self._success(rewards_NF),
-            lengths_PG=lengths_N,
-            progress=self.state.global_step / max(1, self.state.max_steps),
-            reward_range=high - low,
-        )
-
-    def _success(self, rewards_NF: Tensor) -> Tensor | None:
-        """The success signal (N,) where the user has set one up, else None."""
-        low, high = self._settings.reward_min, self._settings.reward_max
-        if self._success_column is None and (low, high) == (0.0, 1.0):
-            return None
-        if self._success_column is not None:
-            column_N = rewards_NF[:, self._success_column]
-        else:
-            column_N = (rewards_NF * self.reward_weights.to(rewards_NF.device)).nansum(dim=1)
-        return (column_N - low) / (high - low)
-
-    def _find_success_column(self) -> int | None:
-        wanted = self._settings.success_reward
-        if wanted is None:
-            return None
-        if str(wanted).isdecimal() and int(wanted) < len(self.reward_func_names):
-            return int(wanted)
-        if wanted in self.reward_func_names:
-            return self.reward_func_names.index(wanted)
-        raise ValueError(
-            f"`success_reward` should name one of the reward functions {self.reward_func_names}, found {wanted!r}: use "
-            "one of these names, or an index."
-        )
+    def _observe(self, groups: RewardGroups, advantages_PG: Tensor, excluded_PG: Tensor | None) -> None:
+        has_scored = bool(groups.is_scored_PG.any())
+        if has_scored:
+            self._log_metrics(self._active_estimator().metrics(groups))
+        super()._observe(groups, advantages_PG, excluded_PG)
+        if has_scored and self.model.training:
+            self.advantage_estimator.update(groups)
 
     def _with_extra_generations(self, args: GRPOConfig) -> GRPOConfig:
         """A copy of the arguments in which TRL samples what the estimator needs; the user's are left alone."""
@@ -178,39 +131,6 @@ class AdvantageGRPOTrainer(CompactGRPOTrainer):
         start = self.accelerator.process_index * num_rows
         return values_N[start : start + num_rows]
 
-    # What is logged and remembered
-
-    def _observe(self, groups: RewardGroups, advantages_PG: Tensor, excluded_PG: Tensor | None) -> None:
-        """Metrics in both modes; in training then history, callbacks and, last, the estimator's state."""
-        metrics = collapse_metrics(groups, advantages_PG) | advantage_metrics(groups, advantages_PG)
-        has_scored = bool(groups.is_scored_PG.any())
-        if groups.success_error is not None:
-            logger.warning_once(
-                "All-equal groups cannot be split into correct and incorrect ones, because the correctness signal "
-                "leaves [0, 1]: set `success_reward`, `reward_min` and `reward_max`."
-            )
-        if has_scored:
-            metrics |= self._active_estimator().metrics(groups)
-        if self.model.training:
-            self.collapse_history.update(groups, advantages_PG, excluded_PG)
-        self._log_metrics(metrics)
-        if not self.model.training:
-            return
-        for name, value in self.collapse_history.metrics().items():
-            self._metrics["train"][name] = [value]  # running figures: the last one is logged, not their mean
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, AdvantageCallback):
-                callback.on_advantages(
-                    self.args,
-                    self.state,
-                    self.control,
-                    groups=groups,
-                    advantages_PG=advantages_PG,
-                    history=self.collapse_history,
-                )
-        if has_scored:
-            self.advantage_estimator.update(groups)
-
     def _report_unscored(self) -> None:
         """Nobody scored a completion of the batch: a warning, and an error once training began with three such."""
         history = self.collapse_history
@@ -220,11 +140,6 @@ class AdvantageGRPOTrainer(CompactGRPOTrainer):
                 "functions return a number instead of None."
             )
         logger.warning_once("No completion of a generation batch got a reward: such a batch teaches nothing.")
-
-    def _log_metrics(self, metrics: dict[str, float]) -> None:
-        mode = "train" if self.model.training else "eval"
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
 
     def _relog_advantages(self, advantages_N: Tensor) -> None:
         """TRL has logged its own advantages by now; ours trained."""

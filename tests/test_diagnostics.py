@@ -15,9 +15,13 @@ from grpo_ext.diagnostics import (
     CollapseHistory,
     advantage_collapse_rate,
     advantage_metrics,
+    batch_metrics,
     collapse_causes,
     collapse_metrics,
+    group_metrics,
     idle_completions,
+    median_flips,
+    num_effective_groups,
 )
 from grpo_ext.groups import RewardGroups
 from grpo_ext.statistics import group_std
@@ -103,13 +107,16 @@ def test_causes_partition_the_collapsed_groups():
         "all_incorrect": pytest.approx(1 / 5),
         "other": pytest.approx(1 / 5),
         "after": pytest.approx(4 / 5),
+        "float_noise": 0.0,
     }
 
 
 def test_causes_come_from_success():
     """Equal rewards of 2 and of -1: right, wrong, undecided, and unknown."""
     several = groups([[2, 2], [-1, -1], [2, 2], [2, 2]], success_PG=[[1, 1], [0, 0], [1, 0], [nan, nan]])
-    assert shares(several) == {"rate": 1.0, "all_correct": 0.25, "all_incorrect": 0.25, "other": 0.5, "after": 1.0}
+    found = shares(several)
+    assert [found[name] for name in ("rate", "all_correct", "all_incorrect", "other")] == [1.0, 0.25, 0.25, 0.5]
+    assert found["after"] == 1.0
 
 
 def test_without_a_success_signal_all_is_other():
@@ -157,8 +164,10 @@ def test_float_noise_of_grpo_is_still_collapse():
 
 
 def test_advantage_metrics_by_hand():
-    """Scored advantages 2, -1, 0, -1, 0 in two groups of three, one row unscorable."""
-    several = groups([[1, 0, 0.5], [0, nan, 0]])
+    """Scored advantages 2, -1, 0, -1, 0 in two groups of three, one row unscorable; masses 3 and 1."""
+    several = RewardGroups(
+        torch.tensor([[1, 0, 0.5], [0, nan, 0]]), lengths_PG=torch.tensor([[10, 20, 30], [40, 50, 60]])
+    )
     found = advantage_metrics(several, torch.tensor([[2.0, -1.0, 0.0], [-1.0, nan, 0.0]]))
     assert found == {
         "groups/frac_unscorable_rows": pytest.approx(1 / 6),
@@ -167,11 +176,51 @@ def test_advantage_metrics_by_hand():
         "advantage/frac_zero": pytest.approx(2 / 5),
         "advantage/sum_pos": 1.0,
         "advantage/sum_neg": -1.0,
+        "advantage/frac_zero_tokens": pytest.approx((30 + 50 + 60) / 210),
+        "groups/num_effective": pytest.approx(16 / 10),
     }
 
 
 def test_nothing_scored_leaves_only_the_unscorable_share():
-    assert advantage_metrics(groups([[nan, nan]]), torch.full((1, 2), nan)) == {"groups/frac_unscorable_rows": 1.0}
+    several = RewardGroups(torch.full((1, 2), nan))
+    assert advantage_metrics(several, several.rewards_PG) == {"groups/frac_unscorable_rows": 1.0}
+    assert batch_metrics(several, several.rewards_PG)["groups/frac_unscorable"] == 1.0
+
+
+def test_as_many_groups_are_effective_as_teach_alike():
+    """Two mixed groups of equal spread count as two, beside a collapsed one; nothing at all counts as none."""
+    several = groups([[1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    assert num_effective_groups(several, GRPO().estimate(several)) == pytest.approx(2.0)
+    collapsed = groups([[1, 1], [0, 0]])
+    assert num_effective_groups(collapsed, GRPO().estimate(collapsed)) == 0.0
+    # A group with a tenth of the other's mass hardly counts: (1.1)^2 / (1 + 0.01).
+    assert num_effective_groups(groups([[1, 0], [1, 0]]), torch.tensor([[5.0, -5], [0.5, -0.5]])) == pytest.approx(
+        1.21 / 1.01
+    )
+
+
+def test_float_noise_is_counted_apart():
+    """The float32 mean of seven copies of 10.1 is another number; 1.0 has no such noise, and 0.5 beside 1 a signal."""
+    noisy = groups([[10.1] * 7, [1.0] * 7, [1.0] * 6 + [0.5]])
+    found = shares(noisy)
+    assert GRPO().estimate(noisy)[0].abs().max() > 1e-3
+    assert (found["float_noise"], found["after"], found["rate"]) == pytest.approx((1 / 3, 2 / 3, 2 / 3))
+
+
+def test_signs_that_change_with_the_baseline():
+    """Mean 0.5, median 0.3: 0.4 lies between. Rewards of 0 and 1 have no such row."""
+    between = groups([[0.0, 0.2, 0.3, 0.4, 1.6, nan]])
+    assert between.rewards_PG.nanmean() == pytest.approx(0.5)
+    assert median_flips(between) == pytest.approx(1 / 5)
+    assert all(median_flips(groups([[1] * right + [0] * (8 - right)])) == 0.0 for right in range(9))
+
+
+def test_duplicates_by_hand():
+    """Of 2 * 4 completions: three equal ones repeat one twice, and a pair once."""
+    keys_PG = torch.tensor([[7, 7, 3, 7], [1, 2, 1, 3]])
+    several = RewardGroups(torch.zeros(2, 4), completion_keys_PG=keys_PG)
+    assert group_metrics(several)["completions/frac_duplicates"] == 3 / 8
+    assert "completions/frac_duplicates" not in group_metrics(RewardGroups(torch.zeros(2, 4)))
 
 
 # Idle completions

@@ -66,7 +66,7 @@ def score(trainer: GRPOTrainer, inputs: list[dict]) -> dict[str, Tensor]:
     row_B = row_N[trainer._rank * num_rows : (trainer._rank + 1) * num_rows]
     length_B = 1 + (row_B * 7 + batch) % 11
     trainer._lengths = length_B.tolist()
-    trainer._calculate_rewards(inputs, [], [], [])
+    trainer._calculate_rewards(inputs, [], [], [[length] for length in trainer._lengths])
     mask_BT = (torch.arange(11) < length_B.unsqueeze(1)).int()
     trainer._logs["advantages"].extend([nan] * len(row_N))
     return {
@@ -88,7 +88,7 @@ def run(trainer: GRPOTrainer, num_ranks: int) -> list[list[dict]]:
     def train(rank: int) -> list[dict]:
         own, kept = make_rank(trainer, ranks, rank), []
         for batch in range(NUM_BATCHES):
-            output = own._generate_and_score_completions([{"batch": batch}] * num_rows)
+            output = own._generate_and_score_completions([{"batch": batch, "prompt": "1+1="}] * num_rows)
             kept.append(
                 {
                     "local": {"advantages": output["advantages"], "loss_mask": loss_mask(output)},

@@ -275,7 +275,7 @@ def test_every_method_logs_the_collapse_rate_and_its_own_numbers(tmp_path, metho
 
 def test_without_a_success_signal_one_line_says_what_would_give_it(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("grpo_ext.trainer.logger.warning_once", said.append)
+    monkeypatch.setattr("grpo_ext.watching.logger.warning_once", said.append)
     trainer = make_trainer(make_args(tmp_path, max_steps=1), lambda completions, **kwargs: [5.0] * len(completions))
     trainer.train()
     assert trainer.state.log_history[0]["acr/other"] == 1.0
