@@ -141,6 +141,24 @@ class RewardGroups:
         """Advantages that are finite where scored (0 where undefined) and NaN where unscorable, shape (P, G)."""
         return advantages_PG.masked_fill(advantages_PG.isnan(), 0.0).masked_fill(~self.is_scored_PG, torch.nan)
 
+    def first(self, num_generations: int) -> "RewardGroups":
+        """The same batch with the first completions of each prompt only."""
+        tensors = {
+            "success_PG": self._success_PG,
+            "lengths_PG": self.lengths_PG,
+            "rewards_PGF": self.rewards_PGF,
+            "is_truncated_PG": self.is_truncated_PG,
+            "completion_keys_PG": self.completion_keys_PG,
+        }
+        return RewardGroups(
+            self.rewards_PG[:, :num_generations],
+            **{name: None if tensor is None else tensor[:, :num_generations] for name, tensor in tensors.items()},
+            reward_weights_F=self.reward_weights_F,
+            prompt_ids_P=self.prompt_ids_P,
+            progress=self.progress,
+            reward_range=self.reward_range,
+        )
+
     def _check_shapes(self) -> None:
         if self.rewards_PG.dim() != 2:
             raise ValueError(

@@ -23,13 +23,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from grpo_ext.checkpoint import write_json
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups, RewardSettings
+from grpo_ext.progress import show_progress
 from grpo_ext.resolution import to_spec
 
 logger = logging.get_logger(__name__)
@@ -97,6 +97,8 @@ def describe_run(trainer: GRPOTrainer, settings: RewardSettings, estimator: Adva
         **vars(settings),
         "step": trainer.state.global_step,
         "max_steps": trainer.state.max_steps,
+        "scale_rewards": trainer.args.scale_rewards,
+        "multi_objective_aggregation": trainer.args.multi_objective_aggregation,
         "seed": trainer.args.seed,
         "device": trainer.accelerator.device.type,
         "num_processes": trainer.accelerator.num_processes,
@@ -270,7 +272,7 @@ def read_rows(run: Path, mode: str | None = "train", texts: bool = False) -> pa.
     """
     folder, parts = log_folder(run), []
     paths = sorted(folder.glob("part-*.parquet"))
-    for path in tqdm(paths, desc="read", unit="part", delay=2, disable=None):
+    for path in show_progress(paths, "reading the reward log", "parts"):
         try:
             parts.append(_read_part(path, mode, texts))
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -346,7 +348,7 @@ def read_batches(run: Path, mode: str = "train") -> Iterator[LoggedBatch]:
     columns = {name: table[name].to_numpy() for name in table.column_names if name not in ("mode", "prompt_id")}
     prompt_ids = table["prompt_id"].to_numpy(zero_copy_only=False)
     edges = np.flatnonzero(np.diff(columns["batch"], prepend=-1, append=-1))
-    for start, end in pairwise(edges):
+    for start, end in show_progress(list(pairwise(edges)), "going through the reward log", "batches"):
         attempt = int(columns["attempt"][start])
         if attempt not in attempts:
             raise ValueError(

@@ -19,10 +19,12 @@ from _training import equal_weights
 from safetensors.torch import load_file
 
 from grpo_ext.checkpoint import STATE_FILE, find_damage
+from grpo_ext.reward_log import read_rows
 
 RUN = [
     *("--method", "ha_dw", "--anchor_window", 3, "--num_generations", 4, "--max_completion_length", 16),
     *("--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2, "--logging_steps", 1),
+    *("--log_rewards", "true"),
 ]
 EVERY_STEP = ["--save_steps", 1, "--save_total_limit", 2]
 ON_SIGTERM = ["--save_steps", 1000, "--enable_jit_checkpoint", "true"]
@@ -82,6 +84,9 @@ def assert_same_outcome(engine: str, found: Path, expected: Path, num_steps: int
     assert ours["state"] == reference["state"]
     assert repr(ours["steps"]) == repr(reference["steps"])
     assert equal_weights(ours["weights"], reference["weights"])
+    logs = [read_rows(folder, None).drop_columns("attempt") for folder in (found, expected)]
+    assert logs[0].num_rows == 16 * num_steps * num_processes
+    assert logs[0].equals(logs[1])
 
 
 def run_whole(engine: str, folder: Path, num_steps: int, *options: object) -> float:

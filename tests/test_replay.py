@@ -1,0 +1,151 @@
+"""Replay: the method that ran gives its advantages again, and others are counted as by hand."""
+
+import json
+from math import nan
+
+import pytest
+import torch
+from _training import make_args, make_trainer
+from test_reward_log import last_or_none
+
+from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO, METHODS, UniformRewards
+from grpo_ext.estimator import AdvantageEstimator
+from grpo_ext.groups import RewardGroups
+from grpo_ext.replay import Check, replay, replay_run
+from grpo_ext.reward_log import LoggedBatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:AVSPO sees fewer than 4 groups")
+
+VARIANTS = [method() for method in METHODS.values()] + [
+    AVSPO(acr_threshold_init=0.1, virtual_strategy=UniformRewards(seed=3)),
+    HADW(base=AVSPO(acr_threshold_init=0.1)),
+]
+
+
+def logged(*batches: list[list[float]], **others: object) -> list[LoggedBatch]:
+    """Batches of one attempt, without advantages of their own."""
+    return [
+        LoggedBatch(number, number, 1, RewardGroups(rewards_PG, **others), torch.zeros_like(rewards_PG), None)
+        for number, rewards_PG in enumerate(map(torch.tensor, batches))
+    ]
+
+
+def train(folder, estimator: AdvantageEstimator, **settings: object) -> None:
+    extra = estimator.num_extra_generations
+    size = {"num_extra_generations": extra, "per_device_train_batch_size": 2 * (4 + extra)}
+    args = make_args(folder, log_rewards=True, temperature=3.0, **size | settings)
+    make_trainer(args, last_or_none, advantage_estimator=estimator).train()
+
+
+@pytest.mark.parametrize("estimator", VARIANTS, ids=lambda estimator: estimator.identity())
+def test_the_method_that_ran_gives_its_advantages_again(tmp_path, estimator):
+    """Bit for bit, with unscorable rows, a memory that moves, and a resumed run."""
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    train(tmp_path, estimator, **settings)
+    size = {"num_extra_generations": estimator.num_extra_generations, "temperature": 3.0, "max_steps": 4}
+    size["per_device_train_batch_size"] = 2 * (4 + estimator.num_extra_generations)
+    resumed = make_trainer(
+        make_args(tmp_path, log_rewards=True, **size | settings), last_or_none, advantage_estimator=estimator
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    report = replay_run(tmp_path, {"grpo": GRPO()})
+    assert (report.check.num_batches, report.check.num_equal, report.check.error) == (4, 4, None)
+    assert "gives the logged advantages of 4 batches again, bit for bit" in report.check.describe()
+
+
+def test_a_foreign_state_or_method_shows(tmp_path):
+    """The check can fail: another argument, another state, an estimator that is gone."""
+    train(tmp_path, HADW())
+    path = tmp_path / "rewards" / "run.json"
+    content = json.loads(path.read_text())
+    entry = content["attempts"][0]
+
+    def check(**changes: object) -> Check:
+        path.write_text(json.dumps(content | {"attempts": [entry | changes]}))
+        return replay_run(tmp_path, {}).check
+
+    assert check().num_equal == 3
+    assert (
+        "does NOT give"
+        in check(
+            estimator={"class": "grpo_ext.advantages:AGRAE", "arguments": {}}, state=AGRAE().state_dict()
+        ).describe()
+    )
+    gone = check(estimator={"class": "gone:Method", "arguments": {}})
+    assert "could not be replayed. The estimator should be an importable" in gone.describe()
+
+
+def test_a_batch_by_hand():
+    """
+    One group right in 1 of 4, one all wrong, one with a single scored row. GRPO: 1.5, -0.5 three times (times
+    1 / (1 + 2e-4)); silent are the four wrong ones and the lone row.
+    """
+    batches = logged([[1.0, 0, 0, 0], [0.0] * 4, [1.0, nan, nan, nan]])
+    (found,) = replay(batches, {"grpo": GRPO()}).outcomes
+    assert (found.num_groups, found.num_collapsed, found.num_without_signal, found.num_rows) == (2, 1, 1, 9)
+    shares = found.shares()
+    assert shares["mass_pos"] == pytest.approx(0.5 / 3 * 3, rel=1e-3)
+    assert shares["mass_neg"] == pytest.approx(-shares["mass_pos"], rel=1e-6)
+    assert shares["frac_silent"] == pytest.approx(5 / 9)
+    assert (shares["frac_opposite_sign"], shares["frac_woken"]) == (0.0, 0.0)
+
+
+def test_avspo_wakes_what_grpo_leaves_silent():
+    """Two of three groups collapse, above the threshold 0.5: their eight rows get a sign."""
+    batches = logged([[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4])
+    (found,) = replay(batches, {"avspo": AVSPO()}).outcomes
+    assert (found.shares()["collapse_before"], found.shares()["collapse_after"]) == (pytest.approx(2 / 3), 0.0)
+    assert (found.num_woken, found.num_silent, found.num_opposite) == (8, 0, 0)
+
+
+class Contrary(AdvantageEstimator):
+    """GRPO with the sign turned, and the first row left out."""
+
+    def estimate(self, groups: RewardGroups) -> torch.Tensor:
+        return -GRPO(scale_rewards="group", multi_objective_aggregation="sum_then_normalize").estimate(groups)
+
+    def excluded(self, groups: RewardGroups) -> torch.Tensor:
+        return torch.arange(groups.rewards_PG.shape[1]).expand_as(groups.rewards_PG) == 0
+
+
+def test_opposite_signs_and_excluded_rows_are_counted():
+    (found,) = replay(logged([[1.0, 0, 0, 0]]), {"contrary": Contrary()}).outcomes
+    assert (found.num_opposite, found.num_silent) == (3, 1)
+
+
+def test_memory_moves_along_the_log():
+    """HA-DW's anchor at the second batch rests on the first."""
+    first, second = [[1.0, 0, 0, 0]], [[1.0, 1, 0, 0]]
+    both = replay(logged(first, second), {"ha_dw": HADW()}).outcomes[0]
+    parts = [replay(logged(one), {"ha_dw": HADW()}).outcomes[0] for one in (first, second)]
+    assert both.sum_pos != pytest.approx(parts[0].sum_pos + parts[1].sum_pos)
+
+
+def test_groups_of_another_size():
+    """A log of G + 1 gives GRPO its first G; MC-GRPO takes a log of G as G - 1 and the extra one."""
+    batches = logged([[1.0, 0, 0, 0, 1.0]])
+    attempts = [
+        {"attempt": 1, "num_extra_generations": 1, "identity": "X", "device": "cpu", "estimator": {"class": "x:y"}}
+    ]
+    grpo, mc_grpo = replay(batches, {"grpo": GRPO(), "mc_grpo": MCGRPO()}, attempts).outcomes
+    assert (grpo.num_generations, grpo.num_rows, mc_grpo.num_generations, mc_grpo.num_rows) == (4, 4, 4, 5)
+    grpo, mc_grpo = replay(batches, {"grpo": GRPO(), "mc_grpo": MCGRPO()}).outcomes
+    assert (grpo.num_generations, mc_grpo.num_generations) == (5, 4)
+
+
+def test_a_method_that_cannot_says_why_and_the_others_go_on():
+    """Rewards up to 5 are no success signal, which HA-DW reads and GRPO does not."""
+    ha_dw, grpo = replay(logged([[5.0, 0, 0, 0]]), {"ha_dw": HADW(), "grpo": GRPO()}).outcomes
+    assert "`success_reward`" in ha_dw.error
+    assert (grpo.error, grpo.num_batches) == (None, 1)
+
+
+def test_the_check_tells_devices_apart():
+    """Within 1e-6 is agreement where the device has changed, and none where it has not."""
+    for device, word in (("cuda", "within 2e-07 (computed on cuda then, on cpu now)"), ("cpu", "does NOT give")):
+        check = Check("GRPO", device)
+        check.compare(torch.tensor([1.0 + 2e-7]), torch.tensor([1.0]))
+        assert word in check.describe()
+    check = Check("GRPO", "cuda")
+    check.compare(torch.tensor([nan]), torch.tensor([1.0]))
+    assert check.largest_difference == float("inf")
