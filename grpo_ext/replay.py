@@ -240,3 +240,9 @@ def _check_batch(own: AdvantageEstimator, check: Check, batch: LoggedBatch) -> N
 def replay_run(run: Path, methods: dict[str, AdvantageEstimator]) -> Report:
     """`replay` of a run folder's reward log."""
     return replay(read_batches(run), methods, read_attempts(log_folder(run)))
+
+
+if __name__ == "__main__":
+    from grpo_ext.cli.replay import main
+
+    main()

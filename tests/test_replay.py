@@ -9,12 +9,16 @@ from _training import make_args, make_trainer
 from test_reward_log import last_or_none
 
 from grpo_ext.advantages import AGRAE, AVSPO, GRPO, HADW, MCGRPO, METHODS, UniformRewards
+from grpo_ext.cli.replay import main
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 from grpo_ext.replay import Check, replay, replay_run
 from grpo_ext.reward_log import LoggedBatch
 
-pytestmark = pytest.mark.filterwarnings("ignore:AVSPO sees fewer than 4 groups")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:AVSPO sees fewer than 4 groups"),
+    pytest.mark.filterwarnings("ignore:MC-GRPO should see an odd number of completions"),
+]
 
 VARIANTS = [method() for method in METHODS.values()] + [
     AVSPO(acr_threshold_init=0.1, virtual_strategy=UniformRewards(seed=3)),
@@ -149,3 +153,40 @@ def test_the_check_tells_devices_apart():
     check = Check("GRPO", "cuda")
     check.compare(torch.tensor([nan]), torch.tensor([1.0]))
     assert check.largest_difference == float("inf")
+
+
+# The command
+
+
+def test_from_a_run_folder_to_a_table_a_json_file_and_a_picture(tmp_path, capsys):
+    train(tmp_path, HADW())
+    main([str(tmp_path), "--method", "grpo", "ha_dw", "grpo_ext.advantages:MCGRPO", "avspo"])
+    table = capsys.readouterr().out
+    assert "HADW(base=GRPO, anchor=MovingAverage), which ran, gives the logged advantages of 3 batches again" in table
+    content = json.loads((tmp_path / "replay.json").read_text())
+    assert [row["method"] for row in content["methods"]] == ["grpo", "ha_dw", "grpo_ext.advantages:MCGRPO", "avspo"]
+    assert content["check"]["num_equal"] == 3
+    grpo = content["methods"][0]
+    assert f"{grpo['collapse_before']:.1%}" in table
+    assert grpo["frac_silent"] == grpo["num_silent"] / grpo["num_rows"]
+
+
+def test_trls_tables_go_through_the_command_too(tmp_path, capsys):
+    make_trainer(make_args(tmp_path, log_completions=True, temperature=3.0), last_or_none).train()
+    main([str(tmp_path), "--method", "grpo", "--output", str(tmp_path / "there")])
+    assert "methods with a memory see gaps" in capsys.readouterr().out
+    assert (tmp_path / "there" / "replay.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "error: `nowhere` should be a run with a reward log, or hold TRL's completion tables"),
+        (["nowhere", "--method", "gpro"], "error: The method should be one of"),
+        (["nowhere", "--metod", "grpo"], "error: The command line should be valid, found unrecognized"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        main(words)

@@ -1,0 +1,30 @@
+"""What the commands that read a run have in common."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence; full names of flags only."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"grpo-ext {command}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"The command line should be valid, found {message}: see `{self.prog} --help`.")
+
+
+def one_sentence_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A mistake of the user's ends a command in one sentence and exit code 1."""
+
+    @functools.wraps(command)
+    def run(argv: list[str] | None = None) -> None:
+        try:
+            command(argv)
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {' '.join(str(error).split())}")
+
+    return run
