@@ -23,10 +23,15 @@ from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.cli import train as command
 from grpo_ext.cli.arguments import parse
 from grpo_ext.compact import CompactGRPOTrainer
+from grpo_ext.watching import WatchedGRPOTrainer
 
 RUNS = {
     "stock": (GRPOTrainer, ["--compact_updates", "false"]),
     "ours, compact_updates=False": (AdvantageGRPOTrainer, ["--compact_updates", "false"]),
+    "ours, compact_updates=False, log_rewards=True": (
+        AdvantageGRPOTrainer,
+        ["--compact_updates", "false", "--log_rewards", "true"],
+    ),
     "ours": (AdvantageGRPOTrainer, []),
     "stock again": (GRPOTrainer, ["--compact_updates", "false"]),
 }
@@ -63,7 +68,7 @@ class Clock:
 def watch_all(clock: Clock) -> None:
     """Our methods that stand in the place of one of TRL's or of transformers', and those."""
     theirs = set()
-    for owner in (CompactGRPOTrainer, AdvantageGRPOTrainer):
+    for owner in (CompactGRPOTrainer, WatchedGRPOTrainer, AdvantageGRPOTrainer):
         for name in [name for name, value in vars(owner).items() if inspect.isfunction(value)]:
             bases = [base for base in GRPOTrainer.__mro__ if name in vars(base)]
             if bases and not name.startswith("__"):
