@@ -185,7 +185,7 @@ def test_black_and_white_suffices():
 
 def test_names_beside_a_panel_do_not_overlap():
     figure = draw_run(RunHistory(reward=Series([1, 2], [0.1, 0.5]), evaluation=Series([1, 2], [0.3, 0.5])))
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     first, second = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without the leader
     assert not first.overlaps(second)
 
