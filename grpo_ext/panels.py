@@ -110,7 +110,7 @@ def _finish(axes: "Axes", label: str, lines: "list[Line2D]") -> None:
             color=line.get_color(),
             fontsize="small",
             verticalalignment="center",
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},  # too thin and light for a line
         )
 
 
