@@ -47,6 +47,7 @@ def draw_run(history: RunHistory, figure: "Figure | None" = None) -> "Figure":
         `ValueError`: where matplotlib is missing.
 
     Example:
+        >>> from grpo_ext.run_history import from_logs
         >>> draw_run(from_logs([{"step": 1, "reward": 0.5}], title="a run")).axes[0].get_ylabel()
         'mean reward'
     """

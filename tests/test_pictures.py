@@ -1,5 +1,6 @@
 """A picture's artists hold the logged numbers; what a run lacks is left out; black and white suffices."""
 
+import doctest
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from transformers import TrainerControl, TrainerState
 
+from grpo_ext import diagnostics, pictures, run_history
 from grpo_ext.callbacks import LivePictureCallback
 from grpo_ext.cli.plot import main
 from grpo_ext.cli.report import save_picture
@@ -203,6 +205,11 @@ def test_pyplot_is_left_alone(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "run.png")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", [diagnostics, pictures, run_history], ids=lambda module: module.__name__)
+def test_the_examples_are_true(module):
+    assert doctest.testmod(module).failed == 0
 
 
 # Success rates
