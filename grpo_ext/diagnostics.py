@@ -213,3 +213,35 @@ class CollapseHistory(Component):
             "acr/cumulative": self.num_collapsed / max(1, self.num_groups),
             "acr/first_100": sum(self.first_rates) / max(1, len(self.first_rates)),
         }
+
+
+SUCCESS_BINS = ("none right", "up to 25%", "up to 50%", "up to 75%", "below 100%", "all right")
+"""The bins of `success_histogram`, from success rate 0 over (0, 0.25], ..., (0.75, 1) to 1."""
+
+
+def success_histogram(groups: RewardGroups) -> list[int]:
+    """
+    Number of groups by success rate, one count for each of `SUCCESS_BINS`.
+
+    Counts groups with at least two scored rows; a group without a readable success signal counts nowhere.
+
+    Args:
+        groups ([`RewardGroups`]):
+            Rewards of one gathered generation batch.
+
+    Returns:
+        `list[int]` of six counts.
+
+    Example:
+        >>> success_histogram(RewardGroups(torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])))
+        [1, 0, 1, 0, 0, 1]
+    """
+    if groups.success_error is not None:
+        return [0] * len(SUCCESS_BINS)
+    # On the CPU and in float64, so that 3 of 12 is a quarter for every dtype and device.
+    rate_P1 = group_mean(groups.success_PG.cpu().double())
+    is_counted_P1 = (num_scored(groups.rewards_PG).cpu() >= 2) & ~rate_P1.isnan()
+    tops = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64) + SUCCESS_TOLERANCE
+    tops = torch.cat([tops, torch.tensor([1 - SUCCESS_TOLERANCE], dtype=torch.float64)])
+    bins = torch.bucketize(rate_P1[is_counted_P1], tops)
+    return torch.bincount(bins, minlength=len(SUCCESS_BINS)).tolist()

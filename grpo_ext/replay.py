@@ -5,6 +5,7 @@ compares what methods do to the same batches, and not how far they would have co
 """
 
 import dataclasses
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,6 +244,4 @@ def replay_run(run: Path, methods: dict[str, AdvantageEstimator]) -> Report:
 
 
 if __name__ == "__main__":
-    from grpo_ext.cli.replay import main
-
-    main()
+    importlib.import_module("grpo_ext.cli.replay").main()  # the command, which imports this module

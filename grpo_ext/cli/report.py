@@ -6,6 +6,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from grpo_ext.pictures import MatplotlibMissingError, draw_run
+from grpo_ext.run_history import from_logs
+
 PICTURE = "reward_and_collapse.png"
 
 
@@ -90,39 +93,13 @@ def summary_table(history: list[dict[str, float]], seconds: float) -> str:
 
 def save_picture(history: list[dict[str, float]], folder: Path, title: str) -> Path | None:
     """The reward and collapse curves as PNG; None where matplotlib is missing or nothing was logged."""
-    entries = [entry for entry in history if "acr/rate" in entry]
-    if not entries:
+    run = from_logs(history, title)
+    if not run.causes:
         return None
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
+        figure = draw_run(run)
+    except MatplotlibMissingError:
         return None
-    steps = [entry["step"] for entry in entries]
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    top.plot(steps, [entry["reward"] for entry in entries], color="black", label="training")
-    evaluations = [entry for entry in history if "eval_reward" in entry]
-    if evaluations:
-        top.plot(
-            [entry["step"] for entry in evaluations],
-            [entry["eval_reward"] for entry in evaluations],
-            "o--",
-            color="tab:blue",
-            label="evaluation",
-        )
-    top.set(title=title, ylabel="mean reward", ylim=(-0.02, 1.02))
-    top.legend(loc="lower right")
-    correct = [entry["acr/all_correct"] for entry in entries]
-    incorrect = [entry["acr/all_incorrect"] for entry in entries]
-    other = [entry["acr/other"] for entry in entries]
-    labels = ["all correct", "all incorrect", "other equal rewards"]
-    colors = ["tab:green", "tab:red", "tab:gray"]
-    bottom.stackplot(steps, correct, incorrect, other, labels=labels, colors=colors, alpha=0.6)
-    bottom.plot(steps, [entry["acr/after"] for entry in entries], "k--", label="without signal after the method")
-    bottom.set(xlabel="optimizer step", ylabel="share of groups with equal rewards", ylim=(0, 1))
-    bottom.legend(loc="upper left", fontsize="small")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
     path = folder / PICTURE
     figure.savefig(path, dpi=120)
     return path
