@@ -1,6 +1,7 @@
 """Replay: the method that ran gives its advantages again, and others are counted as by hand."""
 
 import json
+import sys
 from math import nan
 
 import pytest
@@ -13,6 +14,7 @@ from grpo_ext.cli.replay import main
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups
 from grpo_ext.replay import Check, replay, replay_run
+from grpo_ext.replay_picture import draw_replay
 from grpo_ext.reward_log import LoggedBatch
 
 pytestmark = [
@@ -169,6 +171,26 @@ def test_from_a_run_folder_to_a_table_a_json_file_and_a_picture(tmp_path, capsys
     grpo = content["methods"][0]
     assert f"{grpo['collapse_before']:.1%}" in table
     assert grpo["frac_silent"] == grpo["num_silent"] / grpo["num_rows"]
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_shows_the_shares_of_each_method_that_could():
+    """The lengths of the bars are the numbers of the report."""
+    report = replay(logged([[5.0, 0, 0, 0], [0.0] * 4]), {"grpo": GRPO(), "ha_dw": HADW(), "mc_grpo": MCGRPO()})
+    figure = draw_replay(report, "title")
+    shares = [outcome.shares() for outcome in report.outcomes if outcome.method != "ha_dw"]
+    bars = [[[bar.get_width() for bar in bars] for bars in axes.containers] for axes in figure.axes]
+    expected = [("collapse_before", "collapse_after"), ("frac_silent", "frac_opposite_sign"), ("mass_pos", "mass_neg")]
+    assert bars == [[[share[name] for share in shares] for name in names] for names in expected]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["grpo\nG = 4", "mc_grpo\nG = 3"]
+
+
+def test_without_matplotlib_the_numbers_are_there_all_the_same(tmp_path, capsys, monkeypatch):
+    make_trainer(make_args(tmp_path, log_rewards=True, max_steps=1), last_or_none).train()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    main([str(tmp_path), "--method", "grpo"])
+    assert "for a picture `pip install 'grpo-ext[plot]'`" in capsys.readouterr().out
+    assert (tmp_path / "replay.json").exists()
 
 
 def test_trls_tables_go_through_the_command_too(tmp_path, capsys):

@@ -8,7 +8,9 @@ from pathlib import Path
 from grpo_ext.advantages import METHODS
 from grpo_ext.cli.commands import CommandParser, one_sentence_errors
 from grpo_ext.completions import FOLDER, is_completion_table, read_completions
+from grpo_ext.pictures import MatplotlibMissingError
 from grpo_ext.replay import Outcome, Report, replay, replay_run
+from grpo_ext.replay_picture import draw_replay
 from grpo_ext.resolution import find_method
 from grpo_ext.reward_log import has_log
 
@@ -93,7 +95,17 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "replay.json"
     path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    sys.stdout.write(f"Numbers in {path}.\n")
+    sys.stdout.write(f"Numbers in {path}{_save_picture(report, folder, first)}.\n")
+
+
+def _save_picture(report: Report, folder: Path, source: Path) -> str:
+    """Where the picture is, or what it takes to get one."""
+    try:
+        figure = draw_replay(report, title=f"the rewards of {source.resolve().name} through other methods")
+    except MatplotlibMissingError:
+        return ", for a picture `pip install 'grpo-ext[plot]'`"
+    figure.savefig(folder / "replay.png", dpi=120)
+    return f", picture in {folder / 'replay.png'}"
 
 
 if __name__ == "__main__":
