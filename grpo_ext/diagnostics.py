@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_ext.estimator import Component
 from grpo_ext.groups import SUCCESS_TOLERANCE, RewardGroups
-from grpo_ext.statistics import EPS, group_mean, is_all_equal, num_comparable, num_scored, share_all_equal
+from grpo_ext.statistics import EPS, batch_mean, group_mean, is_all_equal, num_comparable, num_scored, share_all_equal
 
 ZERO = 1e-8
 """An advantage up to this size counts as zero."""
@@ -74,6 +74,21 @@ def collapse_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, f
     for cause, is_cause_P1 in collapse_causes(groups).items():
         metrics[f"acr/{cause}"] = int(is_cause_P1.sum()) / num_groups
     metrics["acr/after"] = int(has_no_signal(groups, advantages_PG).sum()) / num_groups
+    return metrics
+
+
+def batch_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, float]:
+    """What the early warning watches."""
+    num_groups = num_comparable(groups.rewards_PG)
+    is_noise_P1 = has_no_signal(groups, advantages_PG) & (advantages_PG.abs() > ZERO).any(dim=1, keepdim=True)
+    metrics = collapse_metrics(groups, advantages_PG) | {
+        "acr/float_noise": int(is_noise_P1.sum()) / max(1, num_groups),
+        "groups/num": float(num_groups),
+        "groups/frac_unscorable": 1 - num_groups / len(groups.rewards_PG),
+        "reward": batch_mean(groups.rewards_PG),
+    }
+    if groups.is_scored_PG.any():
+        metrics["advantage/abs_max"] = advantage_metrics(groups, advantages_PG)["advantage/abs_max"]
     return metrics
 
 

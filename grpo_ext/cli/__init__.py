@@ -8,6 +8,7 @@ USAGE = f"""grpo-ext {__version__}: advantage estimators for TRL's GRPOTrainer
 
 commands:
   grpo-ext train    train a policy (the same as examples/train.py); `grpo-ext train --help` lists its flags
+  grpo-ext diagnose what is wrong with a run and what to change: `grpo-ext diagnose outputs/grpo`
 """
 
 
@@ -18,7 +19,11 @@ def main() -> None:
         from grpo_ext.cli.train import main as train
 
         train(arguments)
+    elif command == ["diagnose"]:
+        from grpo_ext.cli.diagnose import main as diagnose
+
+        diagnose(arguments)
     elif command in ([], ["--help"], ["-h"], ["--version"]):
         sys.stdout.write(USAGE)
     else:
-        sys.exit(f"The command should be `train`, found {command[0]!r}: see `grpo-ext --help`.")
+        sys.exit(f"The command should be `train` or `diagnose`, found {command[0]!r}: see `grpo-ext --help`.")

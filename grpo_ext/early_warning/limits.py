@@ -64,5 +64,5 @@ class Limits:
         for item in fields(self):
             value = getattr(self, item.name)
             if not value > 0:
-                default = f"{item.default:g}"  # type: ignore[str-format]
+                default = f"{item.default:g}"
                 raise ValueError(f"`{item.name}` should be above 0, found {value}: use {default}, the default.")

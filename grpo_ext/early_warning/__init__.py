@@ -7,9 +7,11 @@ The early collapse and the forecast are those of arXiv 2605.21125 (AVSPO and the
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from grpo_ext.evidence import Evidence
-from grpo_ext.limits import Limits
-from grpo_ext.warning_rules import RULES
+from grpo_ext.early_warning.evidence import LOGGED, Evidence
+from grpo_ext.early_warning.limits import Limits
+from grpo_ext.early_warning.rules import RULES
+
+__all__ = ["LOGGED", "RULES", "EarlyWarning", "Finding", "Limits", "check_rules", "forecast"]
 
 
 @dataclass(frozen=True)

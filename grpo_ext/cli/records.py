@@ -1,0 +1,92 @@
+"""What a run left to read, batch by batch: its reward log, or else the log lines of its trainer."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.early_warning import LOGGED
+from grpo_ext.early_warning.tally import numbers
+
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass
+class Record:
+    """What was logged of one batch, of several at once, or (without `acr/rate`) beside the batches."""
+
+    metrics: dict[str, float]
+    step: int
+    num_batches: int = 1
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; a `ValueError` where it holds none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{path}` should hold JSON, found {error}: name another checkpoint of the run.") from error
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint of the highest step that holds a trainer's state."""
+    folders = [path.parent for path in run.glob(f"checkpoint-*/{TRAINER_STATE}")]
+    return max(folders, key=lambda folder: int(f"0{folder.name.partition('-')[2]}"), default=None)
+
+
+def read_state(run: Path) -> dict[str, Any] | None:
+    """The trainer's state of a folder or its newest checkpoint, whichever went further."""
+    folders = [folder for folder in (run, newest_checkpoint(run)) if folder and (folder / TRAINER_STATE).is_file()]
+    states = [read_json(folder / TRAINER_STATE) for folder in folders]
+    return max(states, key=lambda state: state.get("global_step", 0), default=None)
+
+
+def read_log_lines(state: dict[str, Any] | None) -> list[Record]:
+    """The training lines of `log_history`; without a note of the batches behind one, one batch per step."""
+    records, previous = [], 0
+    for line in (state or {}).get("log_history", []):
+        metrics = numbers(line)
+        step = int(line.get("step", previous))
+        if "frac_reward_zero_std" in metrics:
+            metrics.setdefault("acr/rate", metrics["frac_reward_zero_std"])
+        if "acr/rate" in metrics or "loss" in metrics:
+            records.append(Record(metrics, step, max(1, step - previous)))
+            previous = step
+    return records
+
+
+def read_reward_log(run: Path, lines: list[Record]) -> Iterator[Record]:
+    """Every batch of the reward log, and between them what only the log lines hold."""
+    from grpo_ext.diagnostics import batch_metrics
+    from grpo_ext.reward_log import read_batches
+
+    logged = [({name: line.metrics[name] for name in LOGGED if name in line.metrics}, line.step) for line in lines]
+    for batch in read_batches(run):
+        while logged and logged[0][1] < batch.step:
+            yield Record(*logged.pop(0))
+        generations = float(batch.groups.rewards_PG.shape[1])
+        metrics = batch_metrics(batch.groups, batch.advantages_PG) | {"num_generations": generations}
+        yield Record(numbers(metrics), batch.step)
+    yield from (Record(*line) for line in logged)
+
+
+def read_records(run: Path) -> tuple[str, list[Record]]:
+    """Where the numbers of a run come from, and the numbers."""
+    if not run.is_dir():
+        raise ValueError(f"A run should be a folder, found none at `{run}`: name the `output_dir` of a training run.")
+    lines = read_log_lines(read_state(run))
+    if _has_reward_log(run):
+        return "reward log", list(read_reward_log(run, lines))
+    if not any("acr/rate" in line.metrics for line in lines):
+        raise ValueError(
+            f"`{run}` should hold a reward log, or a {TRAINER_STATE} with logged rewards (in it or in a checkpoint), "
+            "found neither: name the `output_dir` of a GRPO run that has logged a step."
+        )
+    return TRAINER_STATE, lines
+
+
+def _has_reward_log(run: Path) -> bool:
+    from grpo_ext.reward_log import has_log
+
+    return has_log(run)
