@@ -85,11 +85,12 @@ class EarlyWarningCallback(AdvantageCallback):
         self.stop_on = check_rules(stop_on)
         self.forecast = forecast
         self._watch: EarlyWarning | None = None
+        self._stops = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._watch = None
+        self._watch, self._stops = None, False
 
     def on_advantages(
         self,
@@ -104,7 +105,7 @@ class EarlyWarningCallback(AdvantageCallback):
         if self._watch is None:  # a resumed run's beginning was not seen
             self._watch = EarlyWarning(self.limits, start=history.num_batches - 1)
         metrics = batch_metrics(groups, advantages_PG) | {"num_generations": float(groups.rewards_PG.shape[1])}
-        self._tell(self._watch.observe(metrics), args, state, control)
+        self._tell(self._watch.observe(metrics), state)
         if self.forecast and history.num_batches == FIRST_BATCHES and state.is_world_process_zero:
             tqdm.write(forecast(history.metrics()["acr/first_100"]))
 
@@ -118,20 +119,23 @@ class EarlyWarningCallback(AdvantageCallback):
     ) -> None:
         if self._watch is not None:
             metrics = {name: logs[name] for name in LOGGED if name in logs}
-            self._tell(self._watch.observe(metrics), args, state, control)
+            self._tell(self._watch.observe(metrics), state)
+            self.on_step_end(args, state, control)
 
-    def _tell(
-        self, findings: list[Finding], args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Not before: transformers would leave the step between two micro-batches, and its batch untrained.
+        if self._stops:
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy != SaveStrategy.NO
+
+    def _tell(self, findings: list[Finding], state: TrainerState) -> None:
         # Every rank sees the same gathered numbers, so all stop at the same step.
         for finding in findings:
             is_end = finding.name in self.stop_on
             if state.is_world_process_zero:
                 ending = f" Training stops here, as `stop_on` asks for `{finding.name}`." if is_end else ""
                 tqdm.write(f"Warning ({finding.name}): {finding.text}{ending}")
-            if is_end:
-                control.should_training_stop = True
-                control.should_save = control.should_save or args.save_strategy != SaveStrategy.NO
+            self._stops = self._stops or is_end
 
 
 def summarize(history: CollapseHistory) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,25 @@ def read_log_lines(state: dict[str, Any] | None) -> list[Record]:
         if "acr/rate" in metrics or "loss" in metrics:
             records.append(Record(metrics, step, max(1, step - previous)))
             previous = step
+    if not any("acr/after" in record.metrics for record in records):
+        bound_groups(records)
     return records
+
+
+def bound_groups(records: list[Record]) -> None:
+    """
+    Notes how many groups per batch TRL's shares speak of at least: a mean of k / P over b batches, in lowest terms, has
+    a denominator that divides P b.
+    """
+    shares = [(record, record.metrics.get("frac_reward_zero_std")) for record in records]
+    fractions = [(record, share, Fraction(share).limit_denominator(1000)) for record, share in shares if share]
+    exact = [
+        fraction.denominator / record.num_batches
+        for record, share, fraction in fractions
+        if abs(fraction - Fraction(share)) < 1e-6
+    ]
+    for record in records:
+        record.metrics["groups/at_least"] = max([1.0, *exact])
 
 
 def read_reward_log(run: Path, lines: list[Record]) -> Iterator[Record]:

@@ -65,7 +65,7 @@ class EarlyWarning:
         self._evidence.add(metrics, num_batches)
         findings = []
         for name, rule in RULES.items():
-            if name in self._spoken or rule.silence(self._evidence) is not None:
+            if self._spoken & {name, *rule.unless} or rule.silence(self._evidence) is not None:
                 continue
             text = rule.find(self._evidence)
             if text is not None:

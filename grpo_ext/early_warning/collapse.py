@@ -4,6 +4,8 @@ The rules about collapse: evidence to sentences, or None. `rules.py` holds the o
 Where most groups agree, the remedy depends on what they agree on, so it follows the cause of two thirds of them.
 """
 
+from math import isnan
+
 from grpo_ext.early_warning.evidence import Evidence
 from grpo_ext.early_warning.tally import Tally, rise_z
 
@@ -39,46 +41,54 @@ def _count(evidence: Evidence, groups: float) -> str:
 
 def early_collapse(evidence: Evidence) -> str | None:
     """The collapse rate of the first batches lies above the limit."""
-    early, limits = evidence.early, evidence.limits
-    if evidence.is_constant or evidence.was_constant or not early.exceeds("acr/rate", limits.collapse, limits.z):
+    return _describe_collapse(evidence, evidence.early)
+
+
+def late_collapse(evidence: Evidence) -> str | None:
+    """The collapse rate of the last window lies above the limit."""
+    return _describe_collapse(evidence, evidence.last) if evidence.has_last else None
+
+
+def _describe_collapse(evidence: Evidence, tally: Tally) -> str | None:
+    limits = evidence.limits
+    if evidence.is_constant or evidence.was_constant or not tally.exceeds("acr/rate", limits.collapse, limits.z):
         return None
-    shares = [(early.mean(f"acr/{cause}"), cause.replace("_", " ")) for cause in ("all_correct", "all_incorrect")]
-    causes = ", ".join(f"{share:.0%} {cause}" for share, cause in shares if share == share)
+    shares = [(tally.mean(f"acr/{cause}"), cause.replace("_", " ")) for cause in ("all_correct", "all_incorrect")]
+    causes = ", ".join(f"{share:.0%} {cause}" for share, cause in shares if not isnan(share))
     what = (
-        f"In {early.mean('acr/rate'):.0%} of the groups of {early.span}"
-        f"{_count(evidence, early.cases('acr/rate'))} all rewards are equal{f' ({causes})' if causes else ''}, and "
+        f"In {tally.mean('acr/rate'):.0%} of the groups of {tally.span}"
+        f"{_count(evidence, tally.cases('acr/rate'))} all rewards are equal{f' ({causes})' if causes else ''}, and "
         "equal rewards teach nothing by themselves."
     )
-    return " ".join([what, *_say_after(evidence), _remedy(early)])
+    return " ".join([what, *_say_after(evidence, tally), _remedy(tally)])
 
 
-def _say_after(evidence: Evidence) -> list[str]:
-    """Whether the method repairs the collapse; what else would, where the evidence asks for it."""
-    early, is_avspo = evidence.early, "avspo/threshold" in evidence.seen
-    rate, after = early.mean("acr/rate"), early.mean("acr/after")
+def _say_after(evidence: Evidence, tally: Tally) -> list[str]:
+    """Whether the method repairs the collapse, or which one would, where the numbers say so."""
+    rate, after = tally.mean("acr/rate"), tally.mean("acr/after")
     if after <= evidence.limits.repaired * rate:
         return [f"The method repairs that already: {after:.0%} are without an advantage after it, so keep it."]
-    if early.mean("acr/all_incorrect") > rate / 3 and not is_avspo:
+    if tally.mean("acr/all_incorrect") > rate / 3 and "avspo/threshold" not in evidence.seen:
         return ["`--method avspo` gives such groups an advantage."]
     return []
 
 
-def _remedy(early: Tally) -> str:
+def _remedy(tally: Tally) -> str:
     """What to change about data, sampling or reward, by the cause of two thirds of the collapse."""
-    most = 2 / 3 * early.mean("acr/rate")
-    if not early.cases("acr/all_correct"):
+    most = 2 / 3 * tally.mean("acr/rate")
+    if not tally.cases("acr/all_correct"):
         return (
             f"Whether they are all correct or all incorrect was not logged (the mean reward is "
-            f"{early.mean('reward'):.2f}); {PREFLIGHT}."
+            f"{tally.mean('reward'):.2f}); {PREFLIGHT}."
         )
-    if early.mean("acr/all_correct") >= most:
+    if tally.mean("acr/all_correct") >= most:
         return f"Most of them are all correct, so the data are too easy: take harder problems ({PREFLIGHT})."
-    if early.mean("acr/all_incorrect") >= most:
+    if tally.mean("acr/all_incorrect") >= most:
         return (
             "Most of them are all incorrect, so the data are too hard or the reward misses right answers: call the "
             f"reward function by hand on one, then take easier problems ({PREFLIGHT}) or a larger `num_generations`."
         )
-    if early.mean("acr/other") >= most:
+    if tally.mean("acr/other") >= most:
         return (
             "Most of them are neither right nor wrong: use a reward that grades finer, or, where it leaves [0, 1], say "
             "what is right by `success_reward`, `reward_min` and `reward_max`."

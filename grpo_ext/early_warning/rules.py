@@ -7,8 +7,9 @@ The first sentence says what happens, with the numbers; the others say what to c
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_ext.early_warning.collapse import all_correct, all_incorrect, constant_reward, early_collapse
+from grpo_ext.early_warning.collapse import all_correct, all_incorrect, constant_reward, early_collapse, late_collapse
 from grpo_ext.early_warning.evidence import ENTROPIES, Evidence
+from grpo_ext.early_warning.tally import lower_bound
 
 
 def one_group(evidence: Evidence) -> str | None:
@@ -53,8 +54,8 @@ def duplicates(evidence: Evidence) -> str | None:
     """Nearly all that could be copies are copies, and the groups collapse."""
     name, last, limits = "completions/frac_duplicates", evidence.last, evidence.limits
     possible = 1 - 1 / max(last.mean("num_generations"), 1.0)
-    is_copied = last.exceeds(name, limits.duplicates * possible, limits.z)
-    if not is_copied or not last.exceeds("acr/rate", limits.collapse, limits.z):
+    copied = lower_bound(min(1.0, last.mean(name) / possible), last.cases(name), limits.z) if possible else 0.0
+    if copied <= limits.duplicates or not last.exceeds("acr/rate", limits.collapse, limits.z):
         return None
     return (
         f"{last.mean(name):.0%} of the completions of {last.span} repeat another of their group word for word "
@@ -102,6 +103,8 @@ class Rule:
     find: Callable[[Evidence], str | None]
     needs: tuple[str, ...]
     windows: int = 0
+    unless: tuple[str, ...] = ()
+    """Rules that have said as much."""
 
     def silence(self, evidence: Evidence) -> str | None:
         """Why the rule cannot speak yet, None where it can."""
@@ -125,7 +128,10 @@ RULES = {
     "early_collapse": Rule(early_collapse, ("acr/rate",)),
     "all_correct": Rule(all_correct, ("acr/rate", "acr/all_correct"), windows=2),
     "all_incorrect": Rule(all_incorrect, ("acr/rate", "acr/all_incorrect"), windows=2),
-    "one_group": Rule(one_group, ("acr/rate", "groups/num", "avspo/threshold")),
+    "late_collapse": Rule(
+        late_collapse, ("acr/rate",), windows=2, unless=("early_collapse", "all_correct", "all_incorrect")
+    ),
+    "one_group": Rule(one_group, ("acr/rate", "avspo/threshold", "groups/num")),
     "float_noise": Rule(float_noise, ("acr/rate", "acr/float_noise")),
     "unscorable": Rule(unscorable, ("acr/rate", "groups/frac_unscorable")),
     "duplicates": Rule(duplicates, ("acr/rate", "completions/frac_duplicates", "num_generations")),

@@ -46,8 +46,8 @@ class Batch:
 
     @property
     def num_groups(self) -> float:
-        """Comparable groups; one per batch where the run did not log how many."""
-        return self.num_batches * self.metrics.get("groups/num", 1.0)
+        """Comparable groups; where the run did not log how many, what there are at least."""
+        return self.num_batches * self.metrics.get("groups/num", self.metrics.get("groups/at_least", 1.0))
 
     def num_cases(self, name: str) -> float:
         """The cases of which a metric is a share or a mean: groups, or batches."""
