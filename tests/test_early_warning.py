@@ -125,6 +125,7 @@ SPEAKS = {
         ([(10, batch(0.75, 0.4, 0.35))], "both sides.*`num_generations` or `temperature`"),
         ([(10, batch(0.75, 0, 0))], "grades finer.*`success_reward`"),
         ([(10, batch(0.75, 0.05, 0.7, after=0.1))], "The method repairs that already: 10% are without"),
+        ([(10, batch(0.75, 0.05, 0.7, after=0.3))], "After the method 30% are without an advantage"),
         ([(10, {"acr/rate": 0.9375, "reward": 0.5}), (90, {"acr/rate": 0.9375})], "was not logged.*reward is 0.50"),
         ([(10, batch(0.75, 0.05, 0.7) | {"avspo/threshold": 0.9})], "equal rewards teach nothing"),
     ],
@@ -259,7 +260,12 @@ def test_every_rule_is_tried_both_ways():
 
 def test_only_what_the_numbers_carry_is_advised():
     """No method where it repairs already, runs already, or would push what is right; no other rule beside a zero."""
-    for metrics in (batch(0.75, 0.05, 0.7, after=0.1), batch(0.75, 0.05, 0.7, **AVSPO), batch(0.75, 0.7, 0.05)):
+    for metrics in (
+        batch(0.75, 0.05, 0.7, after=0.3),
+        batch(0.75, 0.05, 0.7, after=0.1),
+        batch(0.75, 0.05, 0.7, **AVSPO),
+        batch(0.75, 0.7, 0.05),
+    ):
         assert "--method" not in watch((10, metrics))["early_collapse"]
     assert watch((300, ZERO)).keys() == {"constant_reward"}
     assert watch((300, batch(1.0, 1.0, 0.0, reward=1.0))).keys() == {"constant_reward"}

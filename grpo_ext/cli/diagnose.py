@@ -8,6 +8,7 @@ from math import isnan
 from pathlib import Path
 
 from grpo_ext.cli.records import TRAINER_STATE, read_records
+from grpo_ext.diagnostics import FIRST_BATCHES
 from grpo_ext.early_warning import RULES, EarlyWarning, Finding, forecast
 from grpo_ext.early_warning.tally import Batch, Tally
 
@@ -15,8 +16,6 @@ STOCK = (
     'The rate is TRL\'s `frac_reward_zero_std`, which is wrong under `scale_rewards="batch"`, with rewards of None and '
     "with float noise; `AdvantageGRPOTrainer` with `GRPO()` trains the same and logs the causes."
 )
-
-FORECAST_BATCHES = 100
 
 
 @dataclass
@@ -59,7 +58,7 @@ def diagnose(run: Path) -> Diagnosis:
             start += record.num_batches
     diagnosis.num_batches, diagnosis.silent = start, watch.silent()
     diagnosis.figures = summarize(batches)
-    if start >= FORECAST_BATCHES:
+    if start >= FIRST_BATCHES:
         diagnosis.forecast = forecast(early_rate(batches))
     return diagnosis
 
@@ -79,7 +78,7 @@ def summarize(batches: list[Batch]) -> dict[str, float | None]:
 
 def early_rate(batches: list[Batch]) -> float:
     """Mean collapse rate of the first batches that could be compared, as in the metric `acr/first_100`."""
-    early = [item for item in batches if item.start < FORECAST_BATCHES and item.num_groups]
+    early = [item for item in batches if item.start < FIRST_BATCHES and item.num_groups]
     if "acr/first_100" in batches[-1].metrics:
         return batches[-1].metrics["acr/first_100"]
     total = sum(item.num_batches for item in early)

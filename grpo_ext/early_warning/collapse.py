@@ -68,6 +68,8 @@ def _say_after(evidence: Evidence, tally: Tally) -> list[str]:
     rate, after = tally.mean("acr/rate"), tally.mean("acr/after")
     if after <= evidence.limits.repaired * rate:
         return [f"The method repairs that already: {after:.0%} are without an advantage after it, so keep it."]
+    if after < rate:
+        return [f"After the method {after:.0%} are without an advantage."]
     if tally.mean("acr/all_incorrect") > rate / 3 and "avspo/threshold" not in evidence.seen:
         return ["`--method avspo` gives such groups an advantage."]
     return []
