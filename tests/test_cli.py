@@ -143,6 +143,7 @@ def test_a_yaml_file_gives_values_and_flags_override_it(tmp_path):
         (["--dataset_config", "main"], "`--dataset_config` should come with `--dataset_name`"),
         (["--dataset_train_split", "validation"], "`--dataset_train_split` should come with `--dataset_name`"),
         (["--eval_dataset_name", "test.parquet"], "should come with `--eval_strategy`"),
+        (["--stop_on", "entropy"], "`stop_on` should name rules, found 'entropy': use one of constant_reward"),
         (["--method", "ha_dw", "--reweight_scale", "inf"], "be above 0 and finite"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

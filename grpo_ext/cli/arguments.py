@@ -19,6 +19,7 @@ from grpo_ext.cli.flags import (
 )
 from grpo_ext.config import AdvantageGRPOConfig
 from grpo_ext.data import PROMPT_TEMPLATE
+from grpo_ext.early_warning import RULES
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.resolution import find_method
 from grpo_ext.rewards import REWARDS
@@ -59,6 +60,9 @@ class TrainArguments:
             "help": f"Reward functions: {', '.join(REWARDS)}, or dotted paths such as my_lib.rewards.my_reward; "
             "their weights: --reward_weights."
         },
+    )
+    stop_on: list[str] = field(
+        default_factory=list, metadata={"help": f"Early warnings at which training stops: {', '.join(RULES)}."}
     )
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from accelerate import Accelerator, PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import get_peft_config, get_quantization_config
 
-from grpo_ext.callbacks import AdvantageCollapseCallback
+from grpo_ext.callbacks import AdvantageCollapseCallback, EarlyWarningCallback
 from grpo_ext.cli.arguments import Run, check_usage, parse
 from grpo_ext.cli.report import ProgressLines, save_picture, summary_table
 from grpo_ext.data import load_split, to_prompts
@@ -87,7 +88,7 @@ def make_trainer(run: Run) -> AdvantageGRPOTrainer:
         train_dataset=load_data(run, run.script.dataset_train_split, run.script.dataset_name, is_chat),
         eval_dataset=test_split,
         peft_config=get_peft_config(model),
-        callbacks=[ProgressLines(), AdvantageCollapseCallback()],
+        callbacks=[ProgressLines(), AdvantageCollapseCallback(), EarlyWarningCallback(stop_on=run.script.stop_on)],
         advantage_estimator=run.estimator,
     )
     trainer.remove_callback(ProgressCallback)
@@ -114,7 +115,8 @@ def train(run: Run, trainer: AdvantageGRPOTrainer) -> None:
     seconds = time.perf_counter() - start
     if trainer.state.global_step < trainer.state.max_steps:
         steps = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
-        say(f"Stopped after {steps}: `--resume_from_checkpoint true` goes on from there.")
+        is_saved = (folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}").is_dir()
+        say(f"Stopped after {steps}{': `--resume_from_checkpoint true` goes on from there' if is_saved else ''}.")
     trainer.save_model(run.training.output_dir)
     trainer.save_state()
     say(summary_table(trainer.state.log_history, seconds))
