@@ -323,7 +323,7 @@ def test_an_unknown_command_is_one_sentence(monkeypatch):
     from grpo_ext.cli import main as grpo_ext
 
     monkeypatch.setattr(sys, "argv", ["grpo-ext", "trian"])
-    with pytest.raises(SystemExit, match="should be `train`, found 'trian'"):
+    with pytest.raises(SystemExit, match="should be `train` or `preflight`, found 'trian'"):
         grpo_ext()
 
 
