@@ -43,10 +43,16 @@ def difficulty_levels(num_correct: ArrayLike, num_samples: ArrayLike, bounds: Se
 
     The bounds in between are not the paper's, which does not give them: 75, 50, 25 and 5 % are ours. A problem near a
     bound cannot be told from its neighbours by any number of samples one can afford, so the range of levels matters
-    as much as the most probable one. At 64 samples, in simulation:
+    as much as the most probable one. Of 500 problems with 64 samples, means of 40 simulations:
 
-    | population of p | label right | range holds the level | range is one level |
-    |---|---|---|---|
+    | population of p | most probable level right | range holds the level | range is one level | and that is right |
+    |---|---|---|---|---|
+    | uniform | 81 % | 99.5 % | 13 % | 98 % |
+    | Beta(0.3, 0.3), U-shaped | 83 % | 99.5 % | 22 % | 99 % |
+    | Beta(0.2, 2), mostly hard | 82 % | 99.6 % | 6 % | 97 % |
+    | 30 % at 0, 30 % at 1, the rest uniform | 92 % | 99.3 % | 63 % | 99 % |
+    | 40 % at 0, 40 % at 1, the rest uniform | 96 % | 99.6 % | 85 % | 99.6 % |
+    | Beta(0.02, 0.02) | 97 % | 99.5 % | 93 % | 99.5 % |
 
     Args:
         num_correct, num_samples (`ArrayLike`):

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_ext.cli.counts import Counts, read_counts, rename_taken
 from grpo_ext.cli.progress import Progress
 from grpo_ext.data import PROMPT_TEMPLATE
-from grpo_ext.difficulty import LEVEL_BOUNDS, Levels, difficulty_levels, level_of
+from grpo_ext.difficulty import LEVEL_BOUNDS, Levels, difficulty_levels
 from grpo_ext.population import Estimate, Population, estimate_mean, fit_population
 from grpo_ext.preflight import (
     MIN_GAIN,
@@ -227,7 +228,6 @@ def preflight(args: argparse.Namespace) -> None:
     say(level_table(levels, args.level_bounds) + "\n")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    level_J = level_of(population.grid_J, args.level_bounds)
     result = {
         "settings": vars(args),
         "num_problems": len(counts.num_correct),
@@ -235,13 +235,7 @@ def preflight(args: argparse.Namespace) -> None:
         "mean_length": counts.mean_length,
         "collapse": [dataclasses.asdict(forecast) for forecast in forecasts],
         "preferred": preferred,
-        "levels": [
-            {
-                "problems": int((levels.level_P == level).sum()),
-                "share": dataclasses.asdict(estimate_mean(population, (level_J == level).astype(float))),
-            }
-            for level in range(len(LEVEL_BOUNDS) + 1)
-        ],
+        "problems_by_level": np.bincount(levels.level_P, minlength=len(LEVEL_BOUNDS) + 1).tolist(),
     }
     paths = [folder / "preflight.json"]
     paths[0].write_text(json.dumps(finite(result), indent=2) + "\n")
