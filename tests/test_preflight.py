@@ -115,7 +115,6 @@ def test_the_fit_is_the_maximum():
     fitted = fit_population(correct_P, samples_P)
     gradient_J = fitted.shares_U / (fitted.likelihood_UJ @ fitted.weights_J) @ fitted.likelihood_UJ - 1
     assert fitted.weights_J.sum() == pytest.approx(1)
-    assert -0.5 < gradient_J.min()
     assert gradient_J.max() < 0.002
 
 
@@ -303,7 +302,7 @@ def test_from_the_embedded_policy_and_on_after_a_stop(tmp_path, capsys, monkeypa
     samples.write_text("\n".join(complete.split("\n")[:4]) + '\n{"num_cor')
     main([*SAMPLE, "--output_dir", str(folder)])
     assert samples.read_text() == complete
-    with pytest.raises(SystemExit, match="temperature was 1.0 and is 0.7"):
+    with pytest.raises(SystemExit, match=r"temperature was 1\.0 and is 0\.7"):
         main([*SAMPLE, "--temperature", "0.7", "--output_dir", str(folder)])
 
 
