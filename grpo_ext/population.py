@@ -23,7 +23,10 @@ likelihood itself ends in a few spikes, under which every problem looks more cer
 """
 
 FITTING_STEPS = 600
-"""Steps of EM to the maximum of the likelihood, and again along each tilt; more change the third digit."""
+"""
+Steps of EM to the maximum of the likelihood, and again along each tilt, for up to 500 problems. More problems need
+more, as the square root of their number: the tilts get weaker, and where the counts fix little, slow.
+"""
 
 NORMAL_QUANTILE, LIKELIHOOD_DROP = 2.576, 3.317
 """
@@ -131,7 +134,7 @@ def fit_population(num_correct: ArrayLike, num_samples: ArrayLike) -> Population
     likelihood_UJ = likelihood(pairs_2U[0], pairs_2U[1], grid_J)
     start_1J, shares_U = np.full((1, len(grid_J)), 1 / len(grid_J)), counts_U / counts_U.sum()
     smooth_1J = maximise(likelihood_UJ, shares_U, start_1J, SMOOTHING_STEPS)
-    weights_1J = maximise(likelihood_UJ, shares_U, smooth_1J, FITTING_STEPS)
+    weights_1J = maximise(likelihood_UJ, shares_U, smooth_1J, num_fitting_steps(len(correct_P)))
     return Population(grid_J, likelihood_UJ, counts_U, weights_1J[0], smooth_1J[0])
 
 
@@ -142,6 +145,11 @@ def smooth_posterior(pairs_2U: Integers, counts_U: Integers) -> tuple[Floats, Fl
     start_1J = np.full((1, len(grid_J)), 1 / len(grid_J))
     weighted_UJ = likelihood_UJ * maximise(likelihood_UJ, counts_U / counts_U.sum(), start_1J, SMOOTHING_STEPS)
     return weighted_UJ / weighted_UJ.sum(axis=1, keepdims=True), grid_J
+
+
+def num_fitting_steps(num_problems: int) -> int:
+    """Steps of EM after which more change the third digit of an interval."""
+    return math.ceil(FITTING_STEPS * max(1.0, math.sqrt(num_problems / 500)))
 
 
 def posterior_mean(population: Population, values_J: Floats, weights_RJ: Floats) -> tuple[Floats, Floats]:
@@ -171,22 +179,32 @@ def estimate_mean(population: Population, values_J: Floats) -> Estimate:
     Returns:
         [`Estimate`]
     """
-    num_problems = population.counts_U.sum()
-    # From the strongest pull down, over none, to the strongest pull up.
-    pull_R = np.concatenate([-TILTS[::-1], [0.0], TILTS]) / num_problems
-    start_RJ = np.tile(population.weights_J, (len(pull_R), 1))
-    tilt_RJ = np.exp(pull_R[:, None] * values_J)
-    weights_RJ = maximise(population.likelihood_UJ, population.shares_U, start_RJ, FITTING_STEPS, tilt_RJ)
-    log_R = num_problems * np.log(weights_RJ @ population.likelihood_UJ.T) @ population.shares_U
+    weights_RJ, drop_R = tilted_populations(population, values_J)
     mean_R, variance_R = posterior_mean(population, values_J, weights_RJ)
-    smooth, smooth_variance = (x[0] for x in posterior_mean(population, values_J, population.smooth_J[None]))
+    smooth_R, smooth_variance_R = posterior_mean(population, values_J, population.smooth_J[None])
     middle = len(TILTS)
-    value, drop_R = float(mean_R[middle]), log_R[middle] - log_R
     ends = [
         np.interp(LIKELIHOOD_DROP, np.maximum.accumulate(drop_R[side]), mean_R[side])
         for side in (slice(middle, None, -1), slice(middle, None))
     ]
-    spread = NORMAL_QUANTILE**2 * max(variance_R[middle], smooth_variance)
-    low = value - math.sqrt((value - min(*ends, smooth, value)) ** 2 + spread)
-    high = value + math.sqrt((max(*ends, smooth, value) - value) ** 2 + spread)
+    value = float(mean_R[middle])
+    # The smooth population is plausible too, though a long row of samples may rule it out.
+    lowest, highest = min(*ends, smooth_R[0], value), max(*ends, smooth_R[0], value)
+    spread = NORMAL_QUANTILE * math.sqrt(max(variance_R[middle], smooth_variance_R[0]))
+    low, high = value - math.hypot(value - lowest, spread), value + math.hypot(highest - value, spread)
     return Estimate(value, max(0.0, low), min(1.0, high))
+
+
+def tilted_populations(population: Population, values_J: Floats) -> tuple[Floats, Floats]:
+    """The populations (R, J) from the strongest pull down, over none, to the strongest up; what each costs (R,)."""
+    num_problems = int(population.counts_U.sum())
+    pull_R = np.concatenate([-TILTS[::-1], [0.0], TILTS]) / num_problems
+    weights_RJ = maximise(
+        population.likelihood_UJ,
+        population.shares_U,
+        np.tile(population.weights_J, (len(pull_R), 1)),
+        num_fitting_steps(num_problems),
+        np.exp(pull_R[:, None] * values_J),
+    )
+    log_R = num_problems * np.log(weights_RJ @ population.likelihood_UJ.T) @ population.shares_U
+    return weights_RJ, log_R[len(TILTS)] - log_R
