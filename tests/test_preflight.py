@@ -14,8 +14,9 @@ from datasets import Dataset, load_dataset
 
 from grpo_ext import difficulty, population
 from grpo_ext import preflight as forecasts
+from grpo_ext.cli import main as grpo_ext_command
 from grpo_ext.cli import progress, train
-from grpo_ext.cli.preflight import main
+from grpo_ext.cli.preflight import main, make_parser
 from grpo_ext.data import load_split, to_prompts
 from grpo_ext.difficulty import difficulty_levels, level_of
 from grpo_ext.population import estimate_mean, fit_population, likelihood, make_grid
@@ -257,6 +258,14 @@ def test_from_a_file_to_a_table_and_data(tmp_path, capsys, suffix):
     assert levels["original_level"][0] == "Level 1"
     assert [levels["level"][row] for row in (0, 1, 2)] == [6, 3, 0]
     assert list(levels["num_correct"]) == [row["num_correct"] for row in ROWS]
+
+
+def test_help_names_every_flag(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo-ext", "preflight", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        grpo_ext_command()
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in vars(make_parser().parse_args([])))
 
 
 def test_a_list_of_outcomes_is_counted(tmp_path):
