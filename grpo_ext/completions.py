@@ -48,7 +48,7 @@ def read_completions(
     """
     batches, ambiguous = [], set()
     names: list[str] = []
-    for path in show_progress(sorted(paths), "reading TRL's completion tables", "tables"):
+    for path in show_progress(sorted(paths), "TRL's completion tables"):
         table = pq.read_table(path, partitioning=None)
         names = find_rewards(table, path)
         size, is_certain = find_group_size(table, path, num_generations)

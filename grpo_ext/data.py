@@ -11,7 +11,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 PROMPT_TEMPLATE = "{problem}\n" + INSTRUCTION
 
-FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+FILE_FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 def load_split(name: str, split: str, config: str | None = None) -> Dataset:
@@ -20,7 +20,7 @@ def load_split(name: str, split: str, config: str | None = None) -> Dataset:
 
     Args:
         name (`str`):
-            Hub id, or path of a parquet, json or jsonl file or of a folder of them. A single file is one split,
+            Hub id, or path of a parquet, json, jsonl or csv file or of a folder of them. A single file is one split,
             whatever `split` says.
         split (`str`):
             Name of the split.

@@ -272,7 +272,7 @@ def read_rows(run: Path, mode: str | None = "train", texts: bool = False) -> pa.
     """
     folder, parts = log_folder(run), []
     paths = sorted(folder.glob("part-*.parquet"))
-    for path in show_progress(paths, "reading the reward log", "parts"):
+    for path in show_progress(paths, "parts of the reward log"):
         try:
             parts.append(_read_part(path, mode, texts))
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -348,7 +348,7 @@ def read_batches(run: Path, mode: str = "train") -> Iterator[LoggedBatch]:
     columns = {name: table[name].to_numpy() for name in table.column_names if name not in ("mode", "prompt_id")}
     prompt_ids = table["prompt_id"].to_numpy(zero_copy_only=False)
     edges = np.flatnonzero(np.diff(columns["batch"], prepend=-1, append=-1))
-    for start, end in show_progress(list(pairwise(edges)), "going through the reward log", "batches"):
+    for start, end in show_progress(list(pairwise(edges)), "logged batches"):
         attempt = int(columns["attempt"][start])
         if attempt not in attempts:
             raise ValueError(

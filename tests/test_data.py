@@ -8,11 +8,13 @@ from grpo_ext.data import INSTRUCTION, load_split, to_prompts
 ROWS = Dataset.from_list([{"problem": "1+1?", "answer": 2, "level": 1}, {"problem": "?", "answer": None, "level": 2}])
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "json", "jsonl"])
+@pytest.mark.parametrize("suffix", ["parquet", "json", "jsonl", "csv"])
 def test_local_files(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     if suffix == "parquet":
         ROWS.to_parquet(str(path))
+    elif suffix == "csv":
+        ROWS.to_csv(str(path))
     else:
         ROWS.to_json(str(path))
     assert load_split(str(path), "train")["problem"] == ["1+1?", "?"]
@@ -26,9 +28,9 @@ def test_a_folder_has_splits(tmp_path):
         load_split(str(tmp_path), "validation")
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "missing.parquet"])
+@pytest.mark.parametrize("name", ["rows.txt", "missing.parquet"])
 def test_files_that_cannot_be_read(tmp_path, name):
-    if name == "rows.csv":
+    if name == "rows.txt":
         (tmp_path / name).write_text("problem,answer\n")
     with pytest.raises(ValueError, match="existing file"):
         load_split(str(tmp_path / name), "train")

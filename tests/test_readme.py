@@ -11,6 +11,7 @@ from _training import DATA, even_digits
 from datasets import Dataset
 
 from grpo_ext.advantages import METHODS
+from grpo_ext.cli.preflight import main as preflight
 from grpo_ext.testbed import POLICY_PATH
 
 README = (ROOT / "README.md").read_text()
@@ -28,7 +29,7 @@ def commands() -> list[str]:
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert {name for name, _ in BLOCKS} <= {"bash", "diff", "python", ""}
-    assert {command.split()[0] for command in commands()} <= {"make", "pip", "accelerate", "python"}
+    assert {command.split()[0] for command in commands()} <= {"make", "pip", "accelerate", "python", "grpo-ext"}
     assert [command.split()[2] for command in commands() if command.startswith("python")] == [
         "deepspeed.checkpoint.ds_to_universal"  # `test_scale_out.py` runs it
     ]
@@ -79,10 +80,17 @@ def test_make_targets_exist():
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
-    """What stands in for the Hub's model and data set."""
-    path = tmp_path_factory.mktemp("readme") / "problems.parquet"
+    """What stands in for the Hub's model and data set, and the subset that pre-flight writes."""
+    folder = tmp_path_factory.mktemp("readme")
+    path = folder / "problems.parquet"
     Dataset.from_list([{"problem": f"{n}+1?", "solution": str(n + 1)} for n in range(64)]).to_parquet(str(path))
-    return {"Qwen/Qwen2.5-Math-1.5B": str(POLICY_PATH), "DigitalLearningGmbH/MATH-lighteval": str(path)}
+    (flight,) = [shlex.split(command)[2:] for command in commands() if command.startswith("grpo-ext preflight")]
+    preflight([*flight, "--output_dir", str(folder)])
+    return {
+        "Qwen/Qwen2.5-Math-1.5B": str(POLICY_PATH),
+        "DigitalLearningGmbH/MATH-lighteval": str(path),
+        "outputs/preflight/level3-16.parquet": str(folder / "level3-16.parquet"),
+    }
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("accelerate")])

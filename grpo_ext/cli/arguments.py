@@ -38,7 +38,7 @@ class TrainArguments:
     )
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, or a local parquet, json or jsonl file or folder; unset: the embedded arithmetic."},
+        metadata={"help": "Hub id, or a parquet, json, jsonl or csv file or folder; unset: the embedded arithmetic."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Lines that fill the screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=110)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Says what is wrong in one sentence; full names of flags only."""
 
     def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"grpo-ext {command}", description=description, allow_abbrev=False)
+        super().__init__(prog=f"grpo-ext {command}", description=description, formatter_class=Help, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"The command line should be valid, found {message}: see `{self.prog} --help`.")
