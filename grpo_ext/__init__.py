@@ -1,24 +1,27 @@
 """Advantage estimators for TRL's `GRPOTrainer`, one paper per file."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_ext.config import AdvantageGRPOConfig as AdvantageGRPOConfig
     from grpo_ext.trainer import AdvantageGRPOTrainer as AdvantageGRPOTrainer
+    from grpo_ext.watching import watch_rewards as watch_rewards
 
 __version__ = "0.1.0"
 
-__all__ = ["AdvantageGRPOConfig", "AdvantageGRPOTrainer"]
+__all__ = ["AdvantageGRPOConfig", "AdvantageGRPOTrainer", "watch_rewards"]
 
 
-def __getattr__(name: str) -> type:
+HOMES = {
+    "AdvantageGRPOTrainer": "grpo_ext.trainer",
+    "AdvantageGRPOConfig": "grpo_ext.config",
+    "watch_rewards": "grpo_ext.watching",
+}
+
+
+def __getattr__(name: str) -> Any:
     # Lazily, so that `grpo_ext.advantages` imports neither trl nor transformers.
-    if name == "AdvantageGRPOTrainer":
-        from grpo_ext.trainer import AdvantageGRPOTrainer
-
-        return AdvantageGRPOTrainer
-    if name == "AdvantageGRPOConfig":
-        from grpo_ext.config import AdvantageGRPOConfig
-
-        return AdvantageGRPOConfig
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
     raise AttributeError(f"module 'grpo_ext' has no attribute {name!r}")

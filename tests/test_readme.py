@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 from _launch import ACCELERATE, ROOT
@@ -11,7 +12,9 @@ from _training import DATA, even_digits
 from datasets import Dataset
 
 from grpo_ext.advantages import METHODS
+from grpo_ext.cli import main as grpo_ext
 from grpo_ext.cli.preflight import main as preflight
+from grpo_ext.cli.train import main as train
 from grpo_ext.testbed import POLICY_PATH
 
 README = (ROOT / "README.md").read_text()
@@ -106,6 +109,22 @@ def test_accelerate_commands_run(command, tmp_path, offline):
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--center_scale" in done.stdout if "--help" in words else "completions taught nothing" in done.stdout
+
+
+def test_the_commands_that_read_a_run_do(tmp_path, capsys, monkeypatch):
+    """After the training command above them, shortened."""
+    place = "outputs/ha_dw"
+    (training,) = [command for command in commands() if f"--output_dir {place}" in command]
+    train([*shlex.split(training)[3:], "--max_steps", "2", "--output_dir", str(tmp_path)])
+    readers = [command for command in commands() if command.startswith("grpo-ext") and place in command]
+    assert [command.split()[1] for command in readers] == ["diagnose", "replay", "plot"]
+    for command in readers:
+        monkeypatch.setattr(sys, "argv", shlex.split(command.replace(place, str(tmp_path))))
+        grpo_ext()
+    shown = capsys.readouterr().out
+    assert "2 batches in 2 steps (reward log)" in shown
+    assert "which ran, gives the logged advantages of 2 batches again, bit for bit" in shown
+    assert {"replay.json", "replay.png", "run.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_install_command_names_extras_that_exist():
