@@ -1,5 +1,6 @@
 """The collapse rate, its causes, what is left after an estimator, and idle completions."""
 
+import itertools
 import json
 from math import nan
 
@@ -63,6 +64,14 @@ def test_float_noise_is_no_signal():
 @pytest.mark.parametrize("rewards", [[[1.0], [0.0]], [[nan, nan]], [[nan, 1.0]]])
 def test_without_a_comparison_the_rate_is_zero(rewards):
     assert advantage_collapse_rate(torch.tensor(rewards)) == 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-2, 0.1, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("shift", [0.0, 10.1, -100.3, 999.9, -1e3])
+def test_gaps_of_a_hundredth_count_at_any_scale_and_shift(scale, shift):
+    """Of the 2^4 binary groups of four the two constant ones, whatever the rewards for right and wrong are."""
+    right_PG = torch.tensor(list(itertools.product([0.0, 1.0], repeat=4)))
+    assert advantage_collapse_rate(right_PG * scale + shift) == 2 / 16
 
 
 @settings(deadline=None, max_examples=50)
