@@ -1,6 +1,6 @@
 """Read-only observers of training: they are told about every batch and change nothing."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +11,6 @@ from transformers.trainer_utils import SaveStrategy
 from grpo_ext.diagnostics import FIRST_BATCHES, CollapseHistory, batch_metrics
 from grpo_ext.early_warning import LOGGED, EarlyWarning, Finding, Limits, check_rules, forecast
 from grpo_ext.groups import RewardGroups
-from grpo_ext.pictures import notebook_display
-from grpo_ext.run_history import BatchTally, RunHistory, from_logs
 
 CAUSES = {
     "all_correct": "in groups that were all correct",
@@ -147,61 +145,3 @@ def summarize(history: CollapseHistory) -> str:
     line = f"{idle / total:.1%} of {history.num_completions:,} completions taught nothing"
     parts = [f"{count / total:.1%} {CAUSES[cause]}" for cause, count in history.num_idle.items() if count]
     return f"{line}: {', '.join(parts)}." if parts else f"{line}."
-
-
-class LivePictureCallback(AdvantageCallback):
-    """
-    Shows the run's picture in a notebook while it trains; outside a notebook it does nothing.
-
-    Args:
-        every (`int`, *optional*, defaults to `5`):
-            Logging steps from one drawing to the next.
-
-    Raises:
-        `ValueError`: at the beginning of training in a notebook, where matplotlib is missing.
-    """
-
-    def __init__(self, every: int = 5) -> None:
-        if every < 1:
-            raise ValueError(f"`every` should be at least 1, found {every}: use 5, the default.")
-        self.every = every
-        self._tally = BatchTally()
-        self._show: Callable[[RunHistory], None] | None = None
-        self._num_logs = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._show = notebook_display() if state.is_world_process_zero else None
-        self._num_logs = 0
-
-    def on_advantages(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        groups: RewardGroups,
-        advantages_PG: Tensor,
-        history: CollapseHistory,
-    ) -> None:
-        if self._show is not None:
-            self._tally.add(state.global_step + 1, groups, advantages_PG)  # the step that this batch trains first
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._num_logs % self.every == 0:
-            self._draw(state)
-        self._num_logs += 1
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._draw(state)
-
-    def _draw(self, state: TrainerState) -> None:
-        if self._show is None:
-            return
-        history = from_logs(state.log_history)
-        history.histogram = self._tally.histogram()
-        if not history.is_empty:
-            self._show(history)

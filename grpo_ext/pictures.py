@@ -3,10 +3,8 @@
 Nothing here touches pyplot, so a picture leaves no state behind; matplotlib is the extra `plot`.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING
 
 from grpo_ext.panels import draw_collapse, draw_histogram, draw_level, draw_reward, draw_zero_std
@@ -85,31 +83,3 @@ def _panels(history: RunHistory) -> list["Callable[[Axes], None]"]:
     if history.histogram.counts:
         panels.append(partial(draw_histogram, histogram=history.histogram))
     return panels
-
-
-def notebook_display() -> Callable[[RunHistory], None] | None:
-    """
-    A function that shows a run in the notebook's current cell, in the place of what it showed before; None outside.
-
-    Raises:
-        `ValueError`: in a notebook without matplotlib.
-    """
-    if "IPython" not in sys.modules:  # a notebook has imported it
-        return None
-    from IPython import display, get_ipython
-
-    shell = get_ipython()
-    if shell is None or not shell.has_trait("kernel"):  # a plain interpreter, or IPython in a terminal
-        return None
-    figure = draw_run(RunHistory())
-    handle = display.DisplayHandle()
-    shown = False
-
-    def show(history: RunHistory) -> None:
-        nonlocal shown
-        file = BytesIO()
-        draw_run(history, figure).savefig(file, format="png", dpi=100)
-        (handle.update if shown else handle.display)(display.Image(file.getvalue()))
-        shown = True
-
-    return show

@@ -123,7 +123,7 @@ def test_trl_has_the_keys_we_touch(tmp_path):
     trainer.train()
     names = "accelerator args state _step _metrics _logs loss_type beta num_iterations num_generations "
     names += "num_generations_eval reward_weights reward_func_names callback_handler "
-    names += "_buffered_inputs importance_sampling_level top_entropy_quantile"
+    names += "_buffered_inputs importance_sampling_level top_entropy_quantile _tokenizer"
     assert [name for name in names.split() if not hasattr(trainer, name)] == []
     batch = trainer._buffered_inputs[0]
     rows = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "ref_per_token_logps"}

@@ -16,11 +16,11 @@ from matplotlib.text import Text
 from transformers import TrainerControl, TrainerState
 
 from grpo_ext import diagnostics, pictures, run_history
-from grpo_ext.callbacks import LivePictureCallback
 from grpo_ext.cli.plot import main
 from grpo_ext.cli.report import save_picture
 from grpo_ext.diagnostics import SUCCESS_BINS, CollapseHistory, collapse_metrics, success_histogram
 from grpo_ext.groups import RewardGroups
+from grpo_ext.notebook import LivePictureCallback
 from grpo_ext.pictures import draw_run
 from grpo_ext.reward_log import LoggedBatch
 from grpo_ext.run_history import MAX_WINDOWS, BatchTally, RunHistory, Series, from_logs

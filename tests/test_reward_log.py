@@ -20,11 +20,21 @@ from _training import DATA, even_digits, make_args, make_trainer
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_ext import reward_log
 from grpo_ext.advantages import HADW, MCGRPO, METHODS
 from grpo_ext.groups import RewardGroups, RewardSettings
 from grpo_ext.resolution import from_spec, to_spec
-from grpo_ext.reward_log import RewardLog, has_log, prompt_id, read_attempts, read_batches, read_rows, to_text
+from grpo_ext.reward_log import (
+    LoggedBatch,
+    RewardLog,
+    has_log,
+    prompt_id,
+    read_attempts,
+    read_batches,
+    read_rows,
+    reader,
+    to_text,
+    writer,
+)
 from grpo_ext.watching import watch_rewards
 
 RUN = {"reward_names": ["right", "short"], "max_steps": 10} | vars(RewardSettings([1.0, 0.5]))
@@ -141,7 +151,7 @@ def test_a_part_that_cannot_be_read_is_left_out_with_a_warning(tmp_path, monkeyp
     (tmp_path / "rewards" / "part-0001-000001.parquet").write_bytes(content)
     (tmp_path / "rewards" / "part-0001-000002.tmp").write_bytes(content)
     said = []
-    monkeypatch.setattr(reward_log.logger, "warning", said.append)
+    monkeypatch.setattr(reader.logger, "warning", said.append)
     assert numbers(tmp_path) == [(0, 1)]
     assert len(said) == 1
     assert "part-0001-000001.parquet` is left out" in said[0]
@@ -166,7 +176,7 @@ def test_reading_what_is_not_there_is_one_sentence(tmp_path):
 def test_parts_are_written_now_and_then_and_cost_a_thousandth(tmp_path, monkeypatch):
     """Writing that takes 0.2 s pauses for 200 s; one that takes no time, for as long as was asked."""
     now = [0.0]
-    monkeypatch.setattr(reward_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
     log = RewardLog(tmp_path)
     log.begin(0, RUN)
     replace = Path.replace
@@ -281,7 +291,7 @@ def kill_attempts(writer: subprocess.Popen, folder: Path, moment: random.Random)
 # In training
 
 
-def log_of(folder: Path, **settings: object) -> list[reward_log.LoggedBatch]:
+def log_of(folder: Path, **settings: object) -> list[LoggedBatch]:
     return list(read_batches(folder, **settings))
 
 

@@ -17,7 +17,7 @@ COMMANDS = {
 
 def usage() -> str:
     """What there is."""
-    lines = [f"  grpo-ext {name:<10}{what}" for name, what in COMMANDS.items()]
+    lines = [f"  grpo-ext {name:<11}{what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
             f"grpo-ext {__version__}: advantage estimators for TRL's GRPOTrainer\n",
