@@ -244,7 +244,8 @@ for line in sys.stdin:  # one attempt per line; each is killed
         while True:
             add(log, batch)
             log.flush()
-            (folder / "done").write_text(str(batch))
+            (folder / "written").write_text(str(batch))
+            os.replace(folder / "written", folder / "done")
             batch += 1
     print(process, flush=True)
     os.waitpid(process, 0)
@@ -266,21 +267,21 @@ def test_twenty_kills_cost_what_waited_and_nothing_else(tmp_path):
 
 def kill_attempts(writer: subprocess.Popen, folder: Path, moment: random.Random) -> None:
     """Twenty attempts; after each the log is read."""
-    first = progress = 0
+    first = 0
     done = folder / "done"  # the newest batch whose part is written
     for attempt in range(1, 21):
         done.unlink(missing_ok=True)
         writer.stdin.write(f"{first}\n")
         writer.stdin.flush()
         process = int(writer.stdout.readline())
-        while not done.exists() or not done.read_text():
+        while not done.exists():
             time.sleep(0.001)
-        time.sleep(moment.uniform(0.0, 0.05))
+        time.sleep(moment.uniform(0.0, 0.02))
         os.kill(process, signal.SIGKILL)
         while Path(f"/proc/{process}").exists():
             time.sleep(0.001)
-        progress = int(done.read_text() or progress)
-        assert all(pq.read_table(path).num_rows == 6 for path in folder.glob("rewards/part-*.parquet"))
+        progress = int(done.read_text())
+        assert all(pq.read_table(path).num_rows == 6 for path in folder.glob(f"rewards/part-{attempt:04d}-*.parquet"))
         seen = numbers(folder)
         assert [batch for batch, _ in seen] == list(range(len(seen)))
         assert len(seen) >= progress + 1
