@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRL_VERSIONS := 1.6.0 1.10.0 1.14.2 1.16.0
-SEAM_TESTS := $(addprefix tests/test_,parity.py features.py exclusion.py compact.py compact_engines.py trainer.py checkpoint.py ranks.py engines.py cli.py)
+SEAM_TESTS := $(addprefix tests/test_,parity.py features.py exclusion.py compact.py compact_engines.py trainer.py checkpoint.py ranks.py engines.py reward_log.py cli.py)
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
