@@ -103,10 +103,11 @@ class EarlyWarningCallback(AdvantageCallback):
         history: CollapseHistory,
     ) -> None:
         if self._watch is None:  # a resumed run's beginning was not seen
-            self._watch = EarlyWarning(self.limits, start=history.num_batches - 1)
+            self._watch = EarlyWarning(self.limits, start=history.num_earlier + history.num_batches - 1)
         metrics = batch_metrics(groups, advantages_PG) | {"num_generations": float(groups.rewards_PG.shape[1])}
         self._tell(self._watch.observe(metrics), state)
-        if self.forecast and history.num_batches == FIRST_BATCHES and state.is_world_process_zero:
+        is_due = history.num_batches == FIRST_BATCHES and not history.num_earlier
+        if self.forecast and is_due and state.is_world_process_zero:
             tqdm.write(forecast(history.metrics()["acr/first_100"]))
 
     def on_log(
@@ -127,6 +128,12 @@ class EarlyWarningCallback(AdvantageCallback):
         if self._stops:
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != SaveStrategy.NO
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._watch is None and state.is_world_process_zero:
+            tqdm.write("The early warning saw no batch: for a plain `GRPOTrainer` call `watch_rewards(trainer)` first.")
 
     def _tell(self, findings: list[Finding], state: TrainerState) -> None:
         # Every rank sees the same gathered numbers, so all stop at the same step.

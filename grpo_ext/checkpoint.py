@@ -134,7 +134,6 @@ def load_state(folder: Path, estimator: AdvantageEstimator, history: CollapseHis
     if content["arguments"] != arguments:
         logger.warning(f"The estimator's arguments were {content['arguments']} at the checkpoint, now {arguments}.")
     if not content["is_generation_boundary"]:
-        history.num_repeated += 1
         logger.warning(
             "This checkpoint lies within a generation cycle: its generation batch is sampled again, and the "
             "estimator's state counts it twice."

@@ -5,6 +5,7 @@ are recovered from prompts that follow each other, and batches between two loggi
 """
 
 import math
+from collections.abc import Collection
 from itertools import groupby
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def is_completion_table(path: Path) -> bool:
 
 
 def read_completions(
-    paths: list[Path], num_generations: int | None = None, reward_weights: list[float] | None = None
+    paths: list[Path],
+    num_generations: int | None = None,
+    reward_weights: list[float] | None = None,
+    evaluated_steps: Collection[int] = (),
 ) -> tuple[list[LoggedBatch], list[str]]:
     """
     The generated batches of TRL's completion tables, by step.
@@ -39,6 +43,8 @@ def read_completions(
             Completions per prompt. None: recovered from the prompts.
         reward_weights (`list[float]`, *optional*):
             One per reward function. None: all 1.
+        evaluated_steps (`Collection[int]`, *optional*, defaults to `()`):
+            Steps with an evaluation, whose rows TRL mixes with those of the training: their tables are left out.
 
     Returns:
         The batches, and what a reader has to know about them, one sentence each.
@@ -46,20 +52,32 @@ def read_completions(
     Raises:
         `ValueError`: where groups cannot be recovered, or a table has no rewards.
     """
-    batches, ambiguous = [], set()
+    batches, ambiguous, num_mixed = [], set(), 0
     names: list[str] = []
     for path in show_progress(sorted(paths), "TRL's completion tables"):
         table = pq.read_table(path, partitioning=None)
+        if table["step"][0].as_py() in evaluated_steps:
+            num_mixed += 1
+            continue
         names = find_rewards(table, path)
         size, is_certain = find_group_size(table, path, num_generations)
         if not is_certain:
             ambiguous.add(size)
         batches.append(_to_batch(table, names, size, reward_weights or [1.0] * len(names), path))
+    if not batches:
+        raise ValueError(
+            f"TRL's completion tables should hold a step without an evaluation, found {num_mixed} with one: train with "
+            "`log_rewards=True`, which keeps both apart."
+        )
     batches.sort(key=lambda batch: batch.step)
     remarks = [
         f"TRL's tables hold the newest generation batch of each logging step ({len(batches)} here): methods with a "
         "memory see gaps, and progress and success settings are unknown."
     ]
+    if num_mixed:
+        remarks.append(
+            f"{num_mixed} more were left out, because TRL mixes rows of the training and of an evaluation in them."
+        )
     if ambiguous:
         sizes = " and ".join(map(str, sorted(ambiguous)))
         remarks.append(

@@ -12,6 +12,13 @@ from grpo_ext.estimator import require
 logger = logging.get_logger(__name__)
 
 
+def check_settings(log_rewards: bool, log_reward_texts: bool, reward_min: float, reward_max: float) -> None:
+    """Raises the `ValueError` about settings of the watching that contradict each other."""
+    require(reward_min < reward_max, "reward_min", reward_min, f"lie below reward_max={reward_max}", "swap the two")
+    is_logged = log_rewards or not log_reward_texts
+    require(is_logged, "log_reward_texts", log_reward_texts, "come with `log_rewards`", "set both")
+
+
 @dataclass
 class AdvantageGRPOConfig(GRPOConfig):
     """
@@ -82,13 +89,10 @@ class AdvantageGRPOConfig(GRPOConfig):
         num_generations, extra = self.num_generations, self.num_extra_generations
         require(num_generations >= 2, "num_generations", num_generations, "be at least 2", "a group needs a contrast")
         require(extra >= 0, "num_extra_generations", extra, "be at least 0", "use the method's own number")
-        low, high = self.reward_min, self.reward_max
-        require(low < high, "reward_min", low, f"lie below reward_max={high}", "swap the two")
+        check_settings(self.log_rewards, self.log_reward_texts, self.reward_min, self.reward_max)
         should = "be False where `compact_updates=False` keeps rows in place"
         is_possible = not (self.exchange_rows and self.compact_updates is False)
         require(is_possible, "exchange_rows", self.exchange_rows, should, "drop one of the two")
-        is_logged = self.log_rewards or not self.log_reward_texts
-        require(is_logged, "log_reward_texts", True, "come with `log_rewards`", "set both")
         if self.bf16 is None and not (self.fp16 or self.use_cpu or torch.accelerator.is_available()):
             self.use_cpu, self.bf16 = True, False
             logger.warning("No accelerator found: training on the CPU in float32 (use_cpu=True, bf16=False).")

@@ -183,15 +183,15 @@ def idle_completions(groups: RewardGroups, advantages_PG: Tensor, excluded_PG: T
 @dataclass
 class CollapseHistory(Component):
     """
-    Counts over all generated training batches; state is what a checkpoint keeps. `num_repeated` of them were counted
-    twice, because a run resumed in the middle of a generation cycle.
+    Counts over all generated training batches; state is what a checkpoint keeps. `num_earlier` is how many there were
+    before, where a run was resumed without the counts of its beginning.
     """
 
     num_batches: int = field(init=False, default=0)
     num_groups: int = field(init=False, default=0)
     num_collapsed: int = field(init=False, default=0)
     first_rates: list[float] = field(init=False, default_factory=list)
-    num_repeated: int = field(init=False, default=0)
+    num_earlier: int = field(init=False, default=0)
     num_completions: int = field(init=False, default=0)
     num_scored: int = field(init=False, default=0)
     num_idle: dict[str, int] = field(init=False, default_factory=dict)
@@ -201,7 +201,8 @@ class CollapseHistory(Component):
         self.num_batches += 1
         self.num_groups += num_comparable(groups.rewards_PG)
         self.num_collapsed += int(is_all_equal(groups.rewards_PG).sum())
-        if num_comparable(groups.rewards_PG) and len(self.first_rates) < FIRST_BATCHES:
+        is_early = not self.num_earlier and len(self.first_rates) < FIRST_BATCHES
+        if is_early and num_comparable(groups.rewards_PG):
             self.first_rates.append(advantage_collapse_rate(groups.rewards_PG))
         self.num_completions += advantages_PG.numel()
         self.num_scored += int(groups.is_scored_PG.sum())
@@ -209,11 +210,14 @@ class CollapseHistory(Component):
             self.num_idle[cause] = self.num_idle.get(cause, 0) + count
 
     def metrics(self) -> dict[str, float]:
-        """`acr/cumulative`, over all groups so far, and `acr/first_100`, the mean rate of the first batches."""
-        return {
-            "acr/cumulative": self.num_collapsed / max(1, self.num_groups),
-            "acr/first_100": sum(self.first_rates) / max(1, len(self.first_rates)),
-        }
+        """
+        `acr/cumulative`, over all groups so far, and `acr/first_100`, the mean rate of the run's first batches, where
+        they were seen.
+        """
+        metrics = {"acr/cumulative": self.num_collapsed / max(1, self.num_groups)}
+        if not self.num_earlier:
+            metrics["acr/first_100"] = sum(self.first_rates) / max(1, len(self.first_rates))
+        return metrics
 
 
 SUCCESS_BINS = ("none right", "up to 25%", "up to 50%", "up to 75%", "below 100%", "all right")

@@ -16,10 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from grpo_ext.population import Estimate, Floats, Population, check_counts, estimate_mean
+from grpo_ext.population import Estimate, Floats, Population, estimate_mean
 
 MIN_GAIN = 0.25
 """A doubled group pays where it makes at least this share more groups informative; a rule of thumb of ours."""
@@ -43,39 +40,11 @@ def collapse_probability(success_rate: Floats, num_generations: int) -> Floats:
     Probability that `num_generations` completions all succeed or all fail, p^G + (1-p)^G.
 
     Example:
+        >>> import numpy as np
         >>> collapse_probability(np.array([0.5, 1.0]), 2)
         array([0.5, 1. ])
     """
     return success_rate**num_generations + (1 - success_rate) ** num_generations
-
-
-def unbiased_collapse_rate(num_correct: ArrayLike, num_samples: ArrayLike, num_generations: int) -> float:
-    """
-    Share of all subsets of `num_generations` of each problem's samples that agree: the mean over problems of
-    (C(k, G) + C(n-k, G)) / C(n, G). Unbiased whatever the population, and defined only where G <= n.
-
-    Args:
-        num_correct, num_samples (`ArrayLike`):
-            Counts k and n (P,).
-        num_generations (`int`):
-            Group size G.
-
-    Returns:
-        `float`: NaN where a problem has fewer than G samples.
-
-    Example:
-        >>> unbiased_collapse_rate([1, 4], [4, 4], 2)
-        0.75
-    """
-    correct_P, samples_P = check_counts(num_correct, num_samples)
-    if samples_P.min() < num_generations:
-        return math.nan
-    pairs_2U, counts_U = np.unique(np.stack([correct_P, samples_P]), axis=1, return_counts=True)
-    shares = [
-        (math.comb(k, num_generations) + math.comb(n - k, num_generations)) / math.comb(n, num_generations)
-        for k, n in pairs_2U.T.tolist()
-    ]
-    return float(np.average(shares, weights=counts_U))
 
 
 def forecast_collapse(population: Population, num_generations: int) -> CollapseForecast:
@@ -107,7 +76,7 @@ def forecast_collapse(population: Population, num_generations: int) -> CollapseF
         raise ValueError(f"`num_generations` should be at least 2, found {num_generations}: raise it.")
     correct_J = population.grid_J**num_generations
     incorrect_J = (1 - population.grid_J) ** num_generations
-    rate = estimate_mean(population, correct_J + incorrect_J)
+    rate = estimate_mean(population, collapse_probability(population.grid_J, num_generations))
     cost = Estimate(*(group_cost(num_generations, value) for value in (rate.value, rate.low, rate.high)))
     all_correct, all_incorrect = (estimate_mean(population, values_J) for values_J in (correct_J, incorrect_J))
     return CollapseForecast(num_generations, rate, all_correct, all_incorrect, cost)
@@ -118,9 +87,10 @@ def group_cost(num_generations: int, rate: float) -> float:
     return num_generations / (1 - rate) if rate < 1 else math.inf
 
 
-def preferred_num_generations(forecasts: Sequence[CollapseForecast]) -> int:
+def preferred_num_generations(forecasts: Sequence[CollapseForecast]) -> int | None:
     """
-    The smallest group from which doubling makes less than a quarter more groups informative.
+    The smallest group from which doubling makes less than a quarter more groups informative; None where each of these
+    doublings makes more, where there is no second size, or where no group is informative at all.
 
     The same completions could also go to twice as many prompts, which makes twice as many groups informative; what
     speaks for the larger group is its better baseline. In between there is no optimum that counts alone could give.
@@ -131,9 +101,9 @@ def preferred_num_generations(forecasts: Sequence[CollapseForecast]) -> int:
     """
     for small, large in itertools.pairwise(forecasts):
         num_doublings = math.log2(large.num_generations / small.num_generations)
-        if 1 - large.rate.value < (1 - small.rate.value) * (1 + MIN_GAIN) ** num_doublings:
+        if small.rate.value < 1 and 1 - large.rate.value < (1 - small.rate.value) * (1 + MIN_GAIN) ** num_doublings:
             return small.num_generations
-    return forecasts[-1].num_generations
+    return None
 
 
 def informative_range(num_generations: int) -> tuple[float, float]:

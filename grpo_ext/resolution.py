@@ -106,6 +106,10 @@ def for_evaluation(estimator: AdvantageEstimator, args: GRPOConfig) -> Advantage
     return estimator.map_children(lambda child: for_evaluation(child, args))
 
 
+UNKNOWN = "unknown to JSON"
+"""Marks, in a stored description, the `repr` of an argument that JSON cannot hold."""
+
+
 def to_spec(component: Component) -> dict[str, Any]:
     """A component by its classes' paths and its arguments, as JSON holds them; `from_spec` makes it again."""
 
@@ -132,6 +136,10 @@ def from_spec(spec: dict[str, Any]) -> Component:
     def build(value: Any) -> Any:
         if isinstance(value, list):
             return [build(item) for item in value]
+        if isinstance(value, dict) and set(value) == {UNKNOWN}:
+            raise ValueError(
+                f"The arguments of `{spec['class']}` should be plain values, found {value[UNKNOWN]}: pass an instance."
+            )
         return from_spec(value) if isinstance(value, dict) and set(value) == {"class", "arguments"} else value
 
     try:

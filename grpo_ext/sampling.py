@@ -77,15 +77,22 @@ class Policy:
             top_p=1.0,
             repetition_penalty=1.0,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=self.ends,
         )
         tensors = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
         tokens = self.model.generate(**tensors, generation_config=config)[:, tensors["input_ids"].shape[1] :]
-        return [_until_end(row, tokenizer.eos_token_id) for row in tokens.tolist()]
+        return [_until_end(row, self.ends) for row in tokens.tolist()]
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end a completion, as in TRL: the tokenizer's, and those that the model declares."""
+        declared = self.model.generation_config.eos_token_id
+        own = [] if declared is None else [declared] if isinstance(declared, int) else declared
+        return list(dict.fromkeys([self.tokenizer.eos_token_id, *own]))
 
 
-def _until_end(tokens: list[int], end: int) -> list[int]:
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)
 
 
 def count_successes(
@@ -148,7 +155,13 @@ def _read_records(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     if not lines:
         return []
-    found = json.loads(lines[0])
+    try:
+        found = dict(json.loads(lines[0]))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"`{path}` should begin with the settings of a sampling, found {lines[0][:40]!r}: choose another "
+            "`--output_dir`."
+        ) from error
     changed = [name for name in about if found.get(name) != about[name]]
     if changed:
         raise ValueError(

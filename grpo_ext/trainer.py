@@ -54,6 +54,7 @@ class AdvantageGRPOTrainer(WatchedGRPOTrainer, CompactGRPOTrainer):
         `ValueError`: where a setting of `args` contradicts the estimator.
     """
 
+    _restores_history = True
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "grpo_ext"]
 
     def __init__(

@@ -4,9 +4,10 @@ They read and change nothing. Wraps TRL's `_generate`, `_calculate_rewards`, `_g
 `train` and `_save_checkpoint`. Axes: see `groups.py`.
 """
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -16,6 +17,7 @@ from trl import GRPOTrainer
 
 from grpo_ext.advantages import GRPO
 from grpo_ext.callbacks import AdvantageCallback
+from grpo_ext.config import check_settings
 from grpo_ext.diagnostics import CollapseHistory, batch_metrics
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups, RewardSettings
@@ -55,14 +57,13 @@ def watch_rewards(
         trainer.train()
         ```
     """
-    if isinstance(trainer, WatchedGRPOTrainer):
+    if not isinstance(trainer, GRPOTrainer) or isinstance(trainer, WatchedGRPOTrainer):
+        remedy = "drop the call" if isinstance(trainer, WatchedGRPOTrainer) else "pass a `GRPOTrainer`"
         raise ValueError(
-            f"`watch_rewards` should get a trainer that nobody watches yet, found `{type(trainer).__name__}`, which is "
-            "watched: drop the call."
+            f"`watch_rewards` should get a `GRPOTrainer` that nobody watches yet, found `{type(trainer).__name__}`, "
+            f"which is {'watched' if isinstance(trainer, WatchedGRPOTrainer) else 'none'}: {remedy}."
         )
-    own = type(trainer)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    trainer.__class__ = type(own.__name__, (WatchedGRPOTrainer, own), names)
+    check_settings(log_rewards, log_reward_texts, reward_min, reward_max)
     settings = SimpleNamespace(
         log_rewards=log_rewards,
         log_reward_texts=log_reward_texts,
@@ -70,35 +71,50 @@ def watch_rewards(
         reward_min=reward_min,
         reward_max=reward_max,
     )
-    trainer._watch(settings, resolve_estimator(GRPO(), trainer.args))
+    estimator = resolve_estimator(GRPO(), trainer.args)
+    find_success_column(success_reward, trainer.reward_func_names)
+    own = type(trainer)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    trainer.__class__ = type(own.__name__, (WatchedGRPOTrainer, own), names)
+    trainer._watch(settings, estimator)
+
+
+def find_success_column(wanted: str | None, names: list[str]) -> int | None:
+    """
+    The place of the reward function that tells right from wrong, None for the weighted sum.
+
+    Raises:
+        `ValueError`: where there is no such function.
+    """
+    if wanted is None:
+        return None
+    if str(wanted).isdecimal() and int(wanted) < len(names):
+        return int(wanted)
+    if wanted in names:
+        return names.index(wanted)
+    raise ValueError(
+        f"`success_reward` should name one of the reward functions {names}, found {wanted!r}: use one of these names, "
+        "or an index."
+    )
 
 
 class WatchedGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` that shows each generated batch to whoever watches; made by `watch_rewards`, or a base class."""
 
+    _restores_history: ClassVar[bool] = False
+    """Whether a checkpoint brings the history back."""
+
     def _watch(self, settings: Any, estimator: AdvantageEstimator) -> None:
         """Sets up the watching; `estimator` is the one whose advantages train."""
         self._settings = settings
         self.collapse_history = CollapseHistory()
-        column = self._find_success_column(settings.success_reward)
+        column = find_success_column(settings.success_reward, self.reward_func_names)
         weights = self.reward_weights.tolist()
         self._reward_settings = RewardSettings(weights, column, settings.reward_min, settings.reward_max)
         self._watched_estimator = estimator
         self._reward_log = RewardLog(Path(self.args.output_dir)) if settings.log_rewards else None
-        self._is_training_logged = False
-        self._num_earlier_batches = 0
-
-    def _find_success_column(self, wanted: str | None) -> int | None:
-        if wanted is None:
-            return None
-        if str(wanted).isdecimal() and int(wanted) < len(self.reward_func_names):
-            return int(wanted)
-        if wanted in self.reward_func_names:
-            return self.reward_func_names.index(wanted)
-        raise ValueError(
-            f"`success_reward` should name one of the reward functions {self.reward_func_names}, found {wanted!r}: use "
-            "one of these names, or an index."
-        )
+        self._is_place_known, self._begins_attempt = False, False
+        self._gathered: tuple[Tensor, Tensor] | None = None
 
     # What is gathered
 
@@ -125,9 +141,8 @@ class WatchedGRPOTrainer(GRPOTrainer):
             self._texts = gather_object(texts)
         return rewards_NF
 
-    def _group_rewards(self) -> RewardGroups:
+    def _group_rewards(self, rewards_NF: Tensor, facts_N4: Tensor) -> RewardGroups:
         """The gathered batch by group."""
-        rewards_NF, facts_N4 = self._gathered
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
         lengths_N, is_truncated_N, prompt_keys_N, completion_keys_N = facts_N4.unbind(dim=1)
         return self._reward_settings.group(
@@ -144,7 +159,11 @@ class WatchedGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        groups = self._group_rewards()
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:  # a subclass that takes completions from elsewhere
+            logger.warning_once("A batch that was not generated and rewarded as in TRL is not watched.")
+            return output
+        groups = self._group_rewards(*gathered)
         advantages_PG, excluded_PG = self._assign_advantages(groups, output)
         self._observe(groups, advantages_PG, excluded_PG)
         return output
@@ -164,6 +183,8 @@ class WatchedGRPOTrainer(GRPOTrainer):
                 "All-equal groups cannot be split into correct and incorrect ones, because the correctness signal "
                 "leaves [0, 1]: set `success_reward`, `reward_min` and `reward_max`."
             )
+        if not self._is_place_known:
+            self._find_place()
         metrics = batch_metrics(groups, advantages_PG)
         metrics.pop("reward", None)  # TRL logs it
         self._log_metrics(metrics)
@@ -195,12 +216,9 @@ class WatchedGRPOTrainer(GRPOTrainer):
         log = self._reward_log
         if log is None or not self.accelerator.is_main_process:
             return
-        if self.model.training and not self._is_training_logged:
-            self._count_earlier_batches()
-            log.begin(self._batch_number(), self._describe_run())
-            self._is_training_logged = True
-        elif not log.has_begun:
-            log.begin(None, self._describe_run())
+        if self._begins_attempt or not log.has_begun:
+            log.begin(self._batch_number() if self._begins_attempt else None, self._describe_run())
+            self._begins_attempt = False
         log.add(
             groups,
             advantages_PG,
@@ -211,23 +229,27 @@ class WatchedGRPOTrainer(GRPOTrainer):
             texts=self._texts if self._settings.log_reward_texts else None,
         )
 
-    def _count_earlier_batches(self) -> None:
-        """How many batches the history does not know of, where a run resumed without our state."""
-        if self.state.global_step and not self.collapse_history.num_batches:
-            num_micro_steps = self.state.global_step * self.args.gradient_accumulation_steps
-            self._num_earlier_batches = num_micro_steps // (self.args.steps_per_generation * self.num_iterations)
-
     def _describe_run(self) -> dict[str, Any]:
         return describe_run(self, self._reward_settings, self._watched_estimator)
 
     def _batch_number(self) -> int:
-        """Training batches before this one, each counted once."""
-        history = self.collapse_history
-        return history.num_batches - history.num_repeated + self._num_earlier_batches
+        """Training batches before this one."""
+        return self.collapse_history.num_earlier + self.collapse_history.num_batches
+
+    # Where the run is
+
+    def _find_place(self) -> None:
+        """A resumed run without the history of its beginning gets an empty one, and the number of its batches."""
+        self._is_place_known = True
+        if self.state.global_step and not (self._restores_history and self.collapse_history.num_batches):
+            num_micro_steps = self.state.global_step * self.args.gradient_accumulation_steps
+            cycle = self.args.steps_per_generation * self.num_iterations
+            self.collapse_history = CollapseHistory()
+            self.collapse_history.num_earlier = math.ceil(num_micro_steps / cycle)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; the reward log is complete when it returns or raises."""
-        self._is_training_logged = False
+        self._is_place_known, self._begins_attempt = False, True
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -71,3 +71,16 @@ def test_several_rewards_are_added_with_the_weights_that_are_given(tmp_path):
         read_completions([path], reward_weights=[1.0])
     with pytest.raises(ValueError, match="should hold a column of rewards"):
         read_completions([write(tmp_path / "b.parquet", "aa")])
+
+
+def test_tables_of_steps_with_an_evaluation_are_left_out(tmp_path):
+    """TRL mixes both kinds of rows in them."""
+    paths = [write(tmp_path / "a.parquet", "aabb", right=[1.0, 0, 1, 1])]
+    with pytest.raises(ValueError, match="found 1 with one: train with `log_rewards=True`"):
+        read_completions(paths, evaluated_steps={3})
+    frame = pd.read_parquet(paths[0])
+    frame["step"] = 4
+    frame.to_parquet(tmp_path / "b.parquet")
+    batches, remarks = read_completions([*paths, tmp_path / "b.parquet"], evaluated_steps={3})
+    assert [batch.step for batch in batches] == [4]
+    assert "1 more were left out, because TRL mixes" in remarks[1]

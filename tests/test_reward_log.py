@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ext.advantages import HADW, MCGRPO, METHODS
+from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups, RewardSettings
+from grpo_ext.replay import replay_run
 from grpo_ext.resolution import from_spec, to_spec
 from grpo_ext.reward_log import (
     LoggedBatch,
@@ -334,7 +339,10 @@ def test_nothing_is_logged_unless_asked_for(tmp_path):
 
 @pytest.mark.parametrize("save_steps", [2, 3], ids=["boundary", "within a cycle"])
 def test_a_resumed_run_logs_each_batch_once(tmp_path, save_steps):
-    """Two optimizer steps per generation batch: a checkpoint after three lies within the second batch."""
+    """
+    Two optimizer steps per generation batch: a checkpoint after three lies within the second batch, which trained
+    one step, so that its second version is a batch of its own.
+    """
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": save_steps, "num_iterations": 2}
     args = make_args(tmp_path, log_rewards=True, **settings)
     make_trainer(args, advantage_estimator=HADW()).train()
@@ -342,10 +350,10 @@ def test_a_resumed_run_logs_each_batch_once(tmp_path, save_steps):
     resumed = make_trainer(args, advantage_estimator=HADW())
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{save_steps}"))
     found = read_rows(tmp_path)
-    first = save_steps // 2
+    first = math.ceil(save_steps / 2)
     seen = numbers(tmp_path)
     assert seen[: first + 1] == [(batch, 1) for batch in range(first)] + [(first, 2)]
-    assert [batch for batch, _ in seen] == list(range(len(seen)))
+    assert [batch for batch, _ in seen] == list(range(resumed.collapse_history.num_batches))
     if save_steps == 2:
         same = [name for name in whole.column_names if name != "attempt"]
         assert found.select(same).equals(whole.select(same))
@@ -398,7 +406,128 @@ def test_a_stock_trainer_shows_the_same_and_trains_the_same(tmp_path):
         expected_PG = estimator.estimate(batch.groups)
         assert expected_PG.isnan().any()
         assert torch.equal(batch.advantages_PG.nan_to_num(nan=-9), expected_PG.nan_to_num(nan=-9))
-    with pytest.raises(ValueError, match="`watch_rewards` should get a trainer that nobody watches yet"):
-        watch_rewards(watched)
-    with pytest.raises(ValueError, match="`success_reward` should name one of the reward functions"):
-        watch_rewards(plain, success_reward="nobody")
+
+
+def test_a_stock_run_knows_where_it_resumes(tmp_path):
+    """By the same trainer, with an evaluation at its start; without figures of a beginning that it has not seen."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_on_start": True}
+    settings |= {"eval_strategy": "steps", "eval_steps": 100, "per_device_eval_batch_size": 4}
+    args = make_args(tmp_path, **settings)
+    trainer = make_trainer(args, last_or_none, trainer_class=GRPOTrainer, eval_dataset=DATA.select(range(2)))
+    watch_rewards(trainer, log_rewards=True)
+    trainer.train()
+    assert all("acr/first_100" in entry for entry in trainer.state.log_history if "loss" in entry)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert numbers(tmp_path) == [(0, 1), (1, 1), (2, 2), (3, 2)]
+    assert numbers(tmp_path, "eval") == [(0, 1), (2, 2), (4, 2)]  # at the start of each, and at the end
+    assert trainer.collapse_history.num_earlier == trainer.collapse_history.num_batches == 2
+    assert [("acr/first_100" in entry) for entry in trainer.state.log_history if "loss" in entry][2:] == [False, False]
+
+
+def test_what_cannot_be_watched_is_refused_and_left_as_it_was(tmp_path):
+    """A mistake can be mended: the same trainer is watched at the second call."""
+    trainer = make_trainer(make_args(tmp_path, max_steps=1), trainer_class=GRPOTrainer)
+    own = type(trainer)
+    for settings, message in (
+        ({"success_reward": "nobody"}, "`success_reward` should name one of the reward functions"),
+        ({"reward_min": 1.0}, r"`reward_min` should lie below reward_max=1\.0"),
+        ({"log_reward_texts": True}, "`log_reward_texts` should come with `log_rewards`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            watch_rewards(trainer, **settings)
+        assert type(trainer) is own
+    with pytest.raises(ValueError, match="should get a `GRPOTrainer` that nobody watches yet, found `PosixPath`"):
+        watch_rewards(tmp_path)
+    watch_rewards(trainer)
+    trainer.train()
+    with pytest.raises(ValueError, match="which is watched: drop the call"):
+        watch_rewards(trainer)
+
+
+class Cached(GRPOTrainer):
+    """Takes every second batch from the one before."""
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
+        if self.state.global_step % 2:
+            return self.kept
+        self.kept = super()._generate_and_score_completions(inputs)
+        return self.kept
+
+
+def test_a_batch_that_was_not_generated_is_not_counted(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("grpo_ext.watching.logger.warning_once", said.append)
+    trainer = make_trainer(make_args(tmp_path, max_steps=4), trainer_class=Cached)
+    watch_rewards(trainer)
+    trainer.train()
+    assert trainer.collapse_history.num_batches == 2
+    assert "not generated and rewarded as in TRL" in said[0]
+
+
+@dataclass
+class Squashed(AdvantageEstimator):
+    """An argument that JSON cannot hold."""
+
+    squash: Callable = torch.tanh
+
+    def estimate(self, groups: RewardGroups) -> torch.Tensor:
+        return self.squash(groups.rewards_PG - groups.rewards_PG.nanmean(dim=1, keepdim=True))
+
+
+def test_an_argument_that_json_cannot_hold_ends_no_training(tmp_path):
+    """And the replay says that it cannot make the estimator again."""
+    make_trainer(make_args(tmp_path, log_rewards=True, max_steps=1), advantage_estimator=Squashed()).train()
+    check = replay_run(tmp_path, {}).check
+    assert "should be plain values, found <built-in method tanh" in check.describe()
+
+
+@pytest.mark.parametrize("content", ["xx", "[]", "{}", '{"format_version": 1, "attempts": [{"attempt": 1}]}'])
+def test_a_damaged_description_is_one_sentence_and_ends_no_training(tmp_path, monkeypatch, content):
+    log = RewardLog(tmp_path)
+    log.begin(0, RUN)
+    add(log, 0)
+    log.flush()
+    path = tmp_path / "rewards" / "run.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"should describe .*, found .*: put the file back"):
+        list(read_batches(tmp_path))
+    said = []
+    monkeypatch.setattr(writer.logger, "warning", said.append)
+    log = RewardLog(tmp_path)
+    log.begin(1, RUN)
+    assert "It is `run.json.damaged` now" in said[0]
+    assert [entry["attempt"] for entry in read_attempts(tmp_path / "rewards")] == [2]
+
+
+@pytest.mark.slow
+def test_a_million_completions_go_through_five_methods_in_a_minute(tmp_path):
+    """Batches of 512, in a process of its own, below 2 GB."""
+    log, settings = RewardLog(tmp_path, flush_seconds=1e9), RewardSettings([1.0])
+    run = RUN | vars(settings) | {"reward_names": ["right"], "identity": "HADW", "device": "cpu"}
+    log.begin(0, run | {"num_extra_generations": 0, "estimator": to_spec(HADW()), "state": HADW().state_dict()})
+    generator = torch.Generator().manual_seed(0)
+    for batch in range(1954):
+        chance_P1 = torch.rand(64, 1, generator=generator)
+        groups = settings.group(
+            (torch.rand(64, 8, generator=generator) < chance_P1).float().view(-1, 1),
+            8,
+            lengths_PG=torch.randint(1, 1000, (512,), generator=generator),
+            prompt_ids_P=[f"{place:016x}" for place in range(64)],
+            is_truncated_PG=torch.zeros(512, dtype=torch.bool),
+            completion_keys_PG=torch.arange(512),
+        )
+        log.add(groups, groups.rewards_PG, None, batch=batch, step=batch, mode="train")
+        if batch % 20 == 19:
+            log.flush()
+    log.flush()
+    code = (
+        "import resource, sys\n"
+        "from grpo_ext.cli.replay import main\n"
+        f"main([{str(tmp_path)!r}, '--method', 'grpo', 'avspo', 'ha_dw', 'a_grae', 'mc_grpo'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert time.monotonic() - start < 60
+    assert int(done.stdout.split()[-1]) < 2_000_000  # KiB
+    assert json.loads((tmp_path / "replay.json").read_text())["methods"][0]["num_rows"] == 1954 * 512

@@ -24,6 +24,13 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"The command line should be valid, found {message}: see `{self.prog} --help`.")
 
 
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def one_sentence_errors(command: Callable[..., None]) -> Callable[..., None]:
     """A mistake of the user's ends a command in one sentence and exit code 1."""
 

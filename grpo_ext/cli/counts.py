@@ -49,6 +49,14 @@ def from_file(args: argparse.Namespace) -> Counts:
         correct, samples = (list(rows[name]) for name in names)
         rows = rows.remove_columns(list(names))
     elif "success" in rows.column_names:
+        wrong_rows = [values for values in rows["success"] if not isinstance(values, list)]
+        flat = [value for values in rows["success"] for value in (values if isinstance(values, list) else [])]
+        wrong_values = [value for value in flat if not isinstance(value, int | float | None)]
+        if wrong_rows or wrong_values:
+            raise ValueError(
+                f"`success` of `{args.counts}` should be a list of numbers per problem, found "
+                f"{(wrong_rows + wrong_values)[0]!r}: correct or drop the row."
+            )
         outcomes = [[value for value in values if value is not None] for values in rows["success"]]
         correct = [sum(value >= 1 - SUCCESS_TOLERANCE for value in values) for values in outcomes]
         samples, rows = [len(values) for values in outcomes], rows.remove_columns("success")

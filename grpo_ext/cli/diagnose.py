@@ -12,6 +12,9 @@ from grpo_ext.diagnostics import FIRST_BATCHES
 from grpo_ext.early_warning import RULES, EarlyWarning, Finding, forecast
 from grpo_ext.early_warning.tally import Batch, Tally
 
+COLLAPSE_RULES = {"constant_reward", "early_collapse", "late_collapse"}
+"""Without one of them nobody has looked at whether the run can learn."""
+
 STOCK = (
     'The rate is TRL\'s `frac_reward_zero_std`, which is wrong under `scale_rewards="batch"`, with rewards of None and '
     "with float noise; `AdvantageGRPOTrainer` with `GRPO()` trains the same and logs the causes."
@@ -47,7 +50,8 @@ def diagnose(run: Path) -> Diagnosis:
         `ValueError`: where there is nothing to read.
     """
     source, records = read_records(run)
-    watch, batches, start = EarlyWarning(), [], 0
+    first = next((record.number for record in records if record.number is not None), 0)
+    watch, batches, start = EarlyWarning(start=first), [], first
     is_stock = source == TRAINER_STATE and not any("acr/after" in record.metrics for record in records)
     diagnosis = Diagnosis(source, is_stock)
     for record in records:
@@ -56,9 +60,9 @@ def diagnose(run: Path) -> Diagnosis:
         if "acr/rate" in record.metrics:
             batches.append(Batch(record.metrics, start, record.num_batches))
             start += record.num_batches
-    diagnosis.num_batches, diagnosis.silent = start, watch.silent()
+    diagnosis.num_batches, diagnosis.silent = start - first, watch.silent()
     diagnosis.figures = summarize(batches)
-    if start >= FIRST_BATCHES:
+    if start >= FIRST_BATCHES and first == 0:
         diagnosis.forecast = forecast(early_rate(batches))
     return diagnosis
 
@@ -95,8 +99,10 @@ def describe(diagnosis: Diagnosis) -> str:
         lines.append(STOCK)
     lines += [f"- {finding.text} ({finding.name})" for finding in diagnosis.findings]
     looked = [name for name in RULES if name not in diagnosis.silent]
-    if not diagnosis.findings:
+    if not diagnosis.findings and COLLAPSE_RULES & set(looked):
         lines.append("Nothing that could be looked at keeps this run from learning.")
+    elif not diagnosis.findings:
+        lines.append(f"{diagnosis.num_batches} batches are too few to judge by.")
     lines.append(f"Looked at: {', '.join(looked) or 'nothing'}.")
     if diagnosis.silent:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in diagnosis.silent.items())

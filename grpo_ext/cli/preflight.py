@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_ext.cli.commands import CommandParser, one_sentence_errors
+from grpo_ext.cli.commands import CommandParser, one_sentence_errors, positive
 from grpo_ext.cli.counts import Counts, read_counts, rename_taken
 from grpo_ext.data import PROMPT_TEMPLATE
 from grpo_ext.difficulty import LEVEL_BOUNDS, Levels, difficulty_levels
@@ -75,13 +75,6 @@ def make_parser() -> CommandParser:
     add("--seed", type=int, default=42, help="Of the sampling and of what is drawn.")
     add("--output_dir", default="outputs/preflight", help="Folder of what is written.")
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -146,7 +139,7 @@ def level_table(levels: Levels, bounds: list[float]) -> str:
 def preference(population: Population, forecasts: list[CollapseForecast]) -> dict[str, Any]:
     """The group size and difficulty to prefer, and the share of the problems that have it."""
     size = preferred_num_generations(forecasts)
-    low, high = informative_range(size)
+    low, high = informative_range(size or forecasts[-1].num_generations)
     is_inside_J = ((population.grid_J >= low) & (population.grid_J <= high)).astype(float)
     share = dataclasses.asdict(estimate_mean(population, is_inside_J))
     return {"num_generations": size, "success_rate": [low, high], "share_of_problems": share}
@@ -155,11 +148,20 @@ def preference(population: Population, forecasts: list[CollapseForecast]) -> dic
 def preference_sentence(preferred: dict[str, Any]) -> str:
     """What to prefer, and why."""
     low, high = preferred["success_rate"]
+    if preferred["num_generations"] is None:
+        size = (
+            "No --num_generations of these stands out: from each the next one makes groups informative that were not "
+            f"({100 * MIN_GAIN:.0f} % more per doubling), so the data are hard or easy for the policy. At the largest, "
+            "prefer"
+        )
+    else:
+        size = (
+            f"Prefer --num_generations {preferred['num_generations']}, the smallest of these from which doubling makes "
+            f"less than {100 * MIN_GAIN:.0f} % more groups informative, and"
+        )
     return (
-        f"Prefer --num_generations {preferred['num_generations']}, the smallest of these from which doubling makes "
-        f"less than {100 * MIN_GAIN:.0f} % more groups informative, and problems solved in {100 * low:.0f} to "
-        f"{100 * high:.0f} % of the samples, whose groups collapse every second time at most: "
-        f"{percent(Estimate(**preferred['share_of_problems'])).strip()} of these problems."
+        f"{size} problems solved in {100 * low:.0f} to {100 * high:.0f} % of the samples, whose groups collapse every "
+        f"second time at most: {percent(Estimate(**preferred['share_of_problems'])).strip()} of these problems."
     )
 
 

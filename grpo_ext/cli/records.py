@@ -22,21 +22,23 @@ class Record:
     metrics: dict[str, float]
     step: int
     num_batches: int = 1
+    number: int | None = None
+    """The batch's number in the run, where it is known."""
 
 
 def read_state(run: Path) -> dict[str, Any] | None:
     """
-    The trainer's state of a folder or its newest readable checkpoint, whichever went further; None where there is none.
+    The newest trainer's state of a folder and its checkpoints; None where there is none.
     A state that cannot be read is passed over: its run may have been killed while it wrote it.
     """
-    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: int(f"0{path.name.partition('-')[2]}"))
-    states = [state for state in map(_read_json, (run, *checkpoints[::-1])) if state is not None]
-    return max(states, key=lambda state: state["global_step"], default=None)
+    files = [path for path in (run / TRAINER_STATE, *run.glob(f"checkpoint-*/{TRAINER_STATE}")) if path.is_file()]
+    states = [(path.stat().st_mtime, state) for path in files if (state := _read_json(path)) is not None]
+    return max(states, key=lambda pair: (pair[0], pair[1]["global_step"]), default=(0.0, None))[1]
 
 
-def _read_json(folder: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        state = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return state if isinstance(state, dict) and {"global_step", "log_history"} <= state.keys() else None
@@ -82,7 +84,7 @@ def read_reward_log(run: Path, lines: list[Record]) -> Iterator[Record]:
             yield Record(*logged.pop(0))
         generations = float(batch.groups.rewards_PG.shape[1])
         metrics = batch_metrics(batch.groups, batch.advantages_PG) | {"num_generations": generations}
-        yield Record(numbers(metrics), batch.step)
+        yield Record(numbers(metrics), batch.step, number=batch.batch)
     yield from (Record(*line) for line in logged)
 
 

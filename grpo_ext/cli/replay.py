@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from grpo_ext.advantages import METHODS
-from grpo_ext.cli.commands import CommandParser, one_sentence_errors
+from grpo_ext.cli.commands import CommandParser, one_sentence_errors, positive
+from grpo_ext.cli.records import read_state
 from grpo_ext.completions import FOLDER, is_completion_table, read_completions
 from grpo_ext.pictures import MatplotlibMissingError
 from grpo_ext.replay import Outcome, Report, replay, replay_run
@@ -38,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--method", nargs="+", default=list(METHODS), help="names or package.module:Class; unset: all of this package"
     )
     parser.add_argument("--output", type=Path, help="folder for replay.json and replay.png; unset: the run's")
-    parser.add_argument("--num_generations", type=int, help="completions per prompt, for TRL's tables")
+    parser.add_argument("--num_generations", type=positive, help="completions per prompt, for TRL's tables")
     parser.add_argument("--reward_weights", nargs="+", type=float, help="one per reward function, for TRL's tables")
     return parser
 
@@ -47,6 +48,8 @@ def make_report(arguments: argparse.Namespace) -> Report:
     """The replay that the flags ask for."""
     methods = {name: find_method(name)() for name in arguments.method}
     first = arguments.source[0]
+    if len(arguments.source) > 1 and any(path.is_dir() for path in arguments.source):
+        raise ValueError(f"RUN should be one folder, found {len(arguments.source)}: replay them one by one.")
     if len(arguments.source) == 1 and has_log(first):
         for flag in ("num_generations", "reward_weights"):
             if vars(arguments)[flag] is not None:
@@ -58,7 +61,9 @@ def make_report(arguments: argparse.Namespace) -> Report:
             f"`{first}` should be a run with a reward log, or hold TRL's completion tables, found neither: train with "
             "`log_rewards=True`."
         )
-    batches, remarks = read_completions(paths, arguments.num_generations, arguments.reward_weights)
+    state = read_state(paths[0].parent.parent) or {"log_history": []}
+    evaluated = {entry["step"] for entry in state["log_history"] if any(name.startswith("eval_") for name in entry)}
+    batches, remarks = read_completions(paths, arguments.num_generations, arguments.reward_weights, evaluated)
     report = replay(batches, methods)
     report.remarks = remarks
     return report

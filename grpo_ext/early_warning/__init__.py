@@ -86,10 +86,10 @@ def check_rules(names: Collection[str]) -> tuple[str, ...]:
     Raises:
         `ValueError`: for a name that is none.
     """
-    for name in names:
+    for name in [names] if isinstance(names, str) else names:
         if name not in RULES:
             raise ValueError(f"`stop_on` should name rules, found {name!r}: use one of {', '.join(RULES)}.")
-    return tuple(names)
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def forecast(first_100: float) -> str:

@@ -51,7 +51,9 @@ def late_collapse(evidence: Evidence) -> str | None:
 
 def _describe_collapse(evidence: Evidence, tally: Tally) -> str | None:
     limits = evidence.limits
-    if evidence.is_constant or evidence.was_constant or not tally.exceeds("acr/rate", limits.collapse, limits.z):
+    is_constant = evidence.is_constant and evidence.constant_reward is not None
+    is_repaired = tally.mean("acr/after") <= limits.repaired * tally.mean("acr/rate")
+    if is_constant or is_repaired or evidence.was_constant or not tally.exceeds("acr/rate", limits.collapse, limits.z):
         return None
     shares = [(tally.mean(f"acr/{cause}"), cause.replace("_", " ")) for cause in ("all_correct", "all_incorrect")]
     causes = ", ".join(f"{share:.0%} {cause}" for share, cause in shares if not isnan(share))
@@ -64,10 +66,8 @@ def _describe_collapse(evidence: Evidence, tally: Tally) -> str | None:
 
 
 def _say_after(evidence: Evidence, tally: Tally) -> list[str]:
-    """Whether the method repairs the collapse, or which one would, where the numbers say so."""
+    """How much of the collapse the method repairs, or which one would, where the numbers say so."""
     rate, after = tally.mean("acr/rate"), tally.mean("acr/after")
-    if after <= evidence.limits.repaired * rate:
-        return [f"The method repairs that already: {after:.0%} are without an advantage after it, so keep it."]
     if after < rate:
         return [f"After the method {after:.0%} are without an advantage."]
     if tally.mean("acr/all_incorrect") > rate / 3 and "avspo/threshold" not in evidence.seen:

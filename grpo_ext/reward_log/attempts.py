@@ -8,19 +8,21 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+from grpo_ext import __version__
 from grpo_ext.checkpoint import write_json
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardSettings
-from grpo_ext.resolution import to_spec
+from grpo_ext.resolution import UNKNOWN, to_spec
 
 RUN_FILE = "run.json"
 FORMAT_VERSION = 1
+REMEDY = "put the file back that was written beside the parts, or move the folder away"
 
 
 def describe_run(trainer: GRPOTrainer, settings: RewardSettings, estimator: AdvantageEstimator) -> dict[str, Any]:
     """What a replay of a run needs and its rows lack."""
     extra = estimator.num_extra_generations
-    return {
+    content = {
         "trainer": type(trainer).__name__,
         "estimator": to_spec(estimator),
         "identity": estimator.identity(),
@@ -37,8 +39,11 @@ def describe_run(trainer: GRPOTrainer, settings: RewardSettings, estimator: Adva
         "device": trainer.accelerator.device.type,
         "num_processes": trainer.accelerator.num_processes,
         "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("grpo-ext", "trl", "torch", "transformers")},
+        | {"grpo_ext": __version__}
+        | {name: version(name) for name in ("trl", "torch", "transformers")},
     }
+    # What JSON cannot hold must not end a training; `from_spec` says that it cannot make it again.
+    return json.loads(json.dumps(content, default=lambda value: {UNKNOWN: repr(value)}))
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
@@ -46,13 +51,22 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     path = folder / RUN_FILE
     if not path.exists():
         return []
-    content = json.loads(path.read_text())
-    if content["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"`{path}` should have the format version {FORMAT_VERSION}, found {content['format_version']}: read it "
-            "with the version of grpo_ext that wrote it."
+    try:
+        content = json.loads(path.read_text())
+        found, attempts = content["format_version"], content["attempts"]
+        is_whole = all(
+            {"attempt", "reward_names", *RewardSettings.__dataclass_fields__} <= set(one) for one in attempts
         )
-    return content["attempts"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`{path}` should describe the attempts of a run, found {error!r}: {REMEDY}.") from error
+    if found != FORMAT_VERSION:
+        raise ValueError(
+            f"`{path}` should have the format version {FORMAT_VERSION}, found {found}: read it with the version of "
+            "grpo_ext that wrote it."
+        )
+    if not is_whole:
+        raise ValueError(f"`{path}` should describe the rewards of each attempt, found less: {REMEDY}.")
+    return attempts
 
 
 def write_attempts(folder: Path, attempts: list[dict[str, Any]]) -> None:

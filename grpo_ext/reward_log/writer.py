@@ -11,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from grpo_ext.groups import RewardGroups
-from grpo_ext.reward_log.attempts import read_attempts, write_attempts
+from grpo_ext.reward_log.attempts import RUN_FILE, read_attempts, write_attempts
+
+logger = logging.get_logger(__name__)
 
 FOLDER = "rewards"
 REWARD = "reward/"
@@ -62,13 +65,22 @@ class RewardLog:
                 What `describe_run` gives.
         """
         self.flush()
-        attempts = read_attempts(self.folder)
+        attempts = self._read_attempts()
         parts = [int(path.name.split("-")[1]) for path in self.folder.glob("part-*.parquet")]
         self._attempt = 1 + max([*parts, *(entry["attempt"] for entry in attempts)], default=0)
         self._first_batch, self._num_parts = first_batch, 0
         entry = {"attempt": self._attempt, "first_batch": first_batch} | description
         self._names = description["reward_names"]
         write_attempts(self.folder, [*attempts, entry])
+
+    def _read_attempts(self) -> list[dict[str, Any]]:
+        """Earlier attempts; a damaged description is put aside, since a training should not end for it."""
+        try:
+            return read_attempts(self.folder)
+        except ValueError as error:
+            aside = (self.folder / RUN_FILE).rename(self.folder / f"{RUN_FILE}.damaged")
+            logger.warning(f"{error} It is `{aside.name}` now.")
+            return []
 
     def add(
         self,
