@@ -108,9 +108,7 @@ class WatchedGRPOTrainer(GRPOTrainer):
         """Sets up the watching; `estimator` is the one whose advantages train."""
         self._settings = settings
         self.collapse_history = CollapseHistory()
-        column = find_success_column(settings.success_reward, self.reward_func_names)
-        weights = self.reward_weights.tolist()
-        self._reward_settings = RewardSettings(weights, column, settings.reward_min, settings.reward_max)
+        self._success_column = find_success_column(settings.success_reward, self.reward_func_names)
         self._watched_estimator = estimator
         self._reward_log = RewardLog(Path(self.args.output_dir)) if settings.log_rewards else None
         self._is_place_known, self._begins_attempt = False, False
@@ -141,11 +139,16 @@ class WatchedGRPOTrainer(GRPOTrainer):
             self._texts = gather_object(texts)
         return rewards_NF
 
+    def _reward_settings(self) -> RewardSettings:
+        """How rewards are added by now: TRL's weights may be changed while it trains."""
+        low, high = self._settings.reward_min, self._settings.reward_max
+        return RewardSettings(self.reward_weights.tolist(), self._success_column, low, high)
+
     def _group_rewards(self, rewards_NF: Tensor, facts_N4: Tensor) -> RewardGroups:
         """The gathered batch by group."""
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
         lengths_N, is_truncated_N, prompt_keys_N, completion_keys_N = facts_N4.unbind(dim=1)
-        return self._reward_settings.group(
+        return self._reward_settings().group(
             rewards_NF,
             num_generations,
             lengths_PG=lengths_N,
@@ -230,7 +233,7 @@ class WatchedGRPOTrainer(GRPOTrainer):
         )
 
     def _describe_run(self) -> dict[str, Any]:
-        return describe_run(self, self._reward_settings, self._watched_estimator)
+        return describe_run(self, self._reward_settings(), self._watched_estimator)
 
     def _batch_number(self) -> int:
         """Training batches before this one."""

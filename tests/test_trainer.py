@@ -374,3 +374,20 @@ def test_rewards_are_weighted_as_in_trl(tmp_path):
     groups = seen[0]
     expected = 2.0 * groups.rewards_PGF[..., 0] + 0.5 * groups.rewards_PGF[..., 1]
     assert torch.equal(groups.rewards_PG, expected)
+
+
+def test_reward_weights_may_change_while_training(tmp_path):
+    """As in TRL, which reads them at each batch."""
+    seen = []
+
+    class Shift(AdvantageCallback):
+        def on_advantages(self, args, state, control, *, groups, **kwargs):
+            seen.append((groups.rewards_PG, groups.rewards_PGF))
+            trainer.reward_weights = torch.tensor([0.0, 1.0])
+
+    functions = [even_digits, lambda completions, **kwargs: [0.25] * len(completions)]
+    args = make_args(tmp_path, max_steps=2, reward_weights=[1.0, 0.0])
+    trainer = make_trainer(args, functions, callbacks=[Shift()])
+    trainer.train()
+    assert torch.equal(seen[0][0], seen[0][1][..., 0])
+    assert torch.equal(seen[1][0], seen[1][1][..., 1])
