@@ -80,7 +80,7 @@ class LivePictureCallback(AdvantageCallback):
         history: CollapseHistory,
     ) -> None:
         if self._show is not None:
-            self._tally.add(state.global_step + 1, groups, advantages_PG)  # the step that this batch trains first
+            self._tally.add(state.global_step + 1, groups)  # the step that this batch trains first
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._num_logs % self.every == 0:

@@ -134,9 +134,11 @@ class BatchTally:
 
     by_step: dict[int, list[tuple[dict[str, float], list[int]]]] = field(default_factory=dict)
 
-    def add(self, step: int, groups: RewardGroups, advantages_PG: Tensor) -> None:
-        """Counts one batch."""
-        metrics = {"reward": batch_mean(groups.rewards_PG), **collapse_metrics(groups, advantages_PG)}
+    def add(self, step: int, groups: RewardGroups, advantages_PG: Tensor | None = None) -> None:
+        """Counts one batch; without its advantages for the histogram alone."""
+        metrics: dict[str, float] = {}
+        if advantages_PG is not None:
+            metrics = {"reward": batch_mean(groups.rewards_PG), **collapse_metrics(groups, advantages_PG)}
         self.by_step.setdefault(step, []).append((metrics, success_histogram(groups)))
 
     def logs(self, after_step: float = -math.inf) -> list[dict[str, float]]:
