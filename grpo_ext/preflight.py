@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 from grpo_ext.population import Estimate, Floats, Population, estimate_mean
 
+NOTHING = 1e-3
+"""A share of informative groups below which nothing is taught."""
+
 MIN_GAIN = 0.25
 """A doubled group pays where it makes at least this share more groups informative; a rule of thumb of ours."""
 
@@ -101,7 +104,10 @@ def preferred_num_generations(forecasts: Sequence[CollapseForecast]) -> int | No
     """
     for small, large in itertools.pairwise(forecasts):
         num_doublings = math.log2(large.num_generations / small.num_generations)
-        if small.rate.value < 1 and 1 - large.rate.value < (1 - small.rate.value) * (1 + MIN_GAIN) ** num_doublings:
+        if (
+            1 - small.rate.value >= NOTHING
+            and 1 - large.rate.value < (1 - small.rate.value) * (1 + MIN_GAIN) ** num_doublings
+        ):
             return small.num_generations
     return None
 

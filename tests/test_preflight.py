@@ -261,7 +261,7 @@ def test_from_a_file_to_a_table_and_data(tmp_path, capsys, suffix):
     main(["--counts", write_rows(tmp_path, suffix), "--output_dir", str(folder), "--num_generations", "8", "2"])
     shown = capsys.readouterr().out
     assert "32 problems, 512 samples" in shown
-    assert "No --num_generations of these stands out" in shown
+    assert "None of these --num_generations is large enough: each doubling makes at least 25 %" in shown
     result = json.loads((folder / "preflight.json").read_text())
     assert [entry["num_generations"] for entry in result["collapse"]] == [2, 8]
     assert result["problems_by_level"] == [8, 0, 0, 16, 0, 0, 8]
@@ -324,6 +324,21 @@ def test_from_the_embedded_policy_and_on_after_a_stop(tmp_path, capsys, monkeypa
     assert samples.read_text() == complete
     with pytest.raises(SystemExit, match=r"temperature was 1\.0 and is 0\.7"):
         main([*SAMPLE, "--temperature", "0.7", "--output_dir", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("num_correct", "sizes", "words"),
+    [
+        (8, ["2", "4", "8"], "Prefer --num_generations 4, the smallest"),
+        (0, ["2", "8"], "No group of any of these sizes teaches the policy anything"),
+        (8, ["4"], "Prefer problems solved in"),
+    ],
+)
+def test_what_is_preferred_is_what_the_counts_carry(tmp_path, capsys, num_correct, sizes, words):
+    rows = [{"num_correct": num_correct, "num_samples": 16}] * 50
+    (tmp_path / "counts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["--counts", str(tmp_path / "counts.jsonl"), "--output_dir", str(tmp_path), "--num_generations", *sizes])
+    assert words in capsys.readouterr().out
 
 
 def test_columns_under_other_names_and_plain_prompts_train_as_they_were_sampled(tmp_path):

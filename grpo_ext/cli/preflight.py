@@ -20,6 +20,7 @@ from grpo_ext.difficulty import LEVEL_BOUNDS, Levels, difficulty_levels
 from grpo_ext.population import Estimate, Population, estimate_mean, fit_population
 from grpo_ext.preflight import (
     MIN_GAIN,
+    NOTHING,
     CollapseForecast,
     forecast_collapse,
     informative_range,
@@ -145,20 +146,22 @@ def preference(population: Population, forecasts: list[CollapseForecast]) -> dic
     return {"num_generations": size, "success_rate": [low, high], "share_of_problems": share}
 
 
-def preference_sentence(preferred: dict[str, Any]) -> str:
+def preference_sentence(preferred: dict[str, Any], forecasts: list[CollapseForecast]) -> str:
     """What to prefer, and why."""
     low, high = preferred["success_rate"]
-    if preferred["num_generations"] is None:
-        size = (
-            "No --num_generations of these stands out: from each the next one makes groups informative that were not "
-            f"({100 * MIN_GAIN:.0f} % more per doubling), so the data are hard or easy for the policy. At the largest, "
-            "prefer"
-        )
-    else:
+    gain = f"{100 * MIN_GAIN:.0f} % more groups informative"
+    if preferred["num_generations"] is not None:
         size = (
             f"Prefer --num_generations {preferred['num_generations']}, the smallest of these from which doubling makes "
-            f"less than {100 * MIN_GAIN:.0f} % more groups informative, and"
         )
+        size += f"less than {gain}, and"
+    elif 1 - forecasts[-1].rate.value < NOTHING:
+        size = "No group of any of these sizes teaches the policy anything: take other problems. Prefer"
+    elif len(forecasts) == 1:
+        size = "Prefer"
+    else:
+        size = f"None of these --num_generations is large enough: each doubling makes at least {gain}. "
+        size += "At the largest, prefer"
     return (
         f"{size} problems solved in {100 * low:.0f} to {100 * high:.0f} % of the samples, whose groups collapse every "
         f"second time at most: {percent(Estimate(**preferred['share_of_problems'])).strip()} of these problems."
@@ -215,7 +218,7 @@ def preflight(args: argparse.Namespace) -> None:
     samples = sum(map(int, counts.num_samples))
     say(f"{len(counts.num_correct)} problems, {samples} samples; values with their 95 % intervals.\n")
     say(collapse_table(forecasts, counts.mean_length) + "\n")
-    say(preference_sentence(preferred) + "\n")
+    say(preference_sentence(preferred, forecasts) + "\n")
     say(level_table(levels, args.level_bounds) + "\n")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
