@@ -193,6 +193,16 @@ def test_without_matplotlib_the_numbers_are_there_all_the_same(tmp_path, capsys,
     assert (tmp_path / "replay.json").exists()
 
 
+def test_a_part_of_a_log_stands_for_its_run(tmp_path, capsys):
+    """With prompts and completions it looks like a table of TRL's."""
+    args = make_args(tmp_path, log_rewards=True, log_reward_texts=True, temperature=3.0)
+    make_trainer(args, last_or_none, advantage_estimator=HADW()).train()
+    (part,) = (tmp_path / "rewards").glob("part-*")
+    main([str(part), "--method", "grpo"])
+    assert "gives the logged advantages of 3 batches again, bit for bit" in capsys.readouterr().out
+    assert (tmp_path / "replay.json").exists()
+
+
 def test_trls_tables_go_through_the_command_too(tmp_path, capsys):
     make_trainer(make_args(tmp_path, log_completions=True, temperature=3.0), last_or_none).train()
     main([str(tmp_path), "--method", "grpo", "--output", str(tmp_path / "there")])
@@ -205,6 +215,8 @@ def test_trls_tables_go_through_the_command_too(tmp_path, capsys):
     [
         (["nowhere"], "error: `nowhere` should be a run with a reward log, or hold TRL's completion tables"),
         (["nowhere", "--method", "gpro"], "error: The method should be one of"),
+        ([".", "."], "error: RUN should be one folder, found 2: replay them one by one"),
+        (["nowhere", "--num_generations", "0"], "invalid positive value: '0'"),
         (["nowhere", "--metod", "grpo"], "error: The command line should be valid, found unrecognized"),
     ],
 )

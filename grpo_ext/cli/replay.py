@@ -44,13 +44,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def find_run(source: list[Path]) -> Path:
+    """
+    What was named first, or the run whose log it is a part of: a part alone lacks what methods with a memory remember.
+    """
+    folder = source[0].parent
+    is_part = source[0].is_file() and source[0].name.startswith("part-") and has_log(folder)
+    return folder.parent if is_part else source[0]
+
+
 def make_report(arguments: argparse.Namespace) -> Report:
     """The replay that the flags ask for."""
     methods = {name: find_method(name)() for name in arguments.method}
-    first = arguments.source[0]
+    first = find_run(arguments.source)
     if len(arguments.source) > 1 and any(path.is_dir() for path in arguments.source):
         raise ValueError(f"RUN should be one folder, found {len(arguments.source)}: replay them one by one.")
-    if len(arguments.source) == 1 and has_log(first):
+    if first.is_dir() and has_log(first):
         for flag in ("num_generations", "reward_weights"):
             if vars(arguments)[flag] is not None:
                 raise ValueError(f"`--{flag}` should come with TRL's tables, found a reward log, which knows: drop it.")
@@ -95,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     report = make_report(arguments)
     sys.stdout.write(describe(report) + "\n")
-    first = arguments.source[0]
+    first = find_run(arguments.source)
     folder = arguments.output or (first if first.is_dir() else first.parent)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "replay.json"
