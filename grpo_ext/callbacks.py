@@ -8,7 +8,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from grpo_ext.diagnostics import FIRST_BATCHES, CollapseHistory, batch_metrics
+from grpo_ext.diagnostics import FIRST_BATCHES, CollapseHistory
 from grpo_ext.early_warning import LOGGED, EarlyWarning, Finding, Limits, check_rules, forecast
 from grpo_ext.groups import RewardGroups
 
@@ -37,6 +37,17 @@ class AdvantageCallback(TrainerCallback):
         history: CollapseHistory,
     ) -> None:
         """Called after the estimator has spoken; `history` counts this batch already."""
+
+    def on_batch_metrics(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        metrics: dict[str, float],
+        history: CollapseHistory,
+    ) -> None:
+        """Called right after that with what `diagnostics.batch_metrics` says of the batch."""
 
 
 class AdvantageCollapseCallback(AdvantageCallback):
@@ -92,19 +103,17 @@ class EarlyWarningCallback(AdvantageCallback):
     ) -> None:
         self._watch, self._stops = None, False
 
-    def on_advantages(
+    def on_batch_metrics(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         *,
-        groups: RewardGroups,
-        advantages_PG: Tensor,
+        metrics: dict[str, float],
         history: CollapseHistory,
     ) -> None:
         if self._watch is None:  # a resumed run's beginning was not seen
             self._watch = EarlyWarning(self.limits, start=history.num_earlier + history.num_batches - 1)
-        metrics = batch_metrics(groups, advantages_PG) | {"num_generations": float(groups.rewards_PG.shape[1])}
         self._tell(self._watch.observe(metrics), state)
         is_due = history.num_batches == FIRST_BATCHES and not history.num_earlier
         if self.forecast and is_due and state.is_world_process_zero:

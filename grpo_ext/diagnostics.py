@@ -96,13 +96,14 @@ def batch_metrics(groups: RewardGroups, advantages_PG: Tensor) -> dict[str, floa
 
 def group_metrics(groups: RewardGroups) -> dict[str, float]:
     """
-    `groups/num` (groups with two scored rows), `groups/frac_unscorable` (the share of groups that lack them),
-    `groups/frac_median_flips`, and `completions/frac_duplicates`: the share of completions whose tokens another one
-    of their group has had before.
+    `groups/num` (groups with two scored rows), `groups/size` (completions in each), `groups/frac_unscorable` (the share
+    of groups that lack two scored rows), `groups/frac_median_flips`, and `completions/frac_duplicates`: the share of
+    completions whose tokens another one of their group has had before.
     """
     num_groups = num_comparable(groups.rewards_PG)
     metrics = {
         "groups/num": float(num_groups),
+        "groups/size": float(groups.rewards_PG.shape[1]),
         "groups/frac_unscorable": 1 - num_groups / len(groups.rewards_PG),
         "groups/frac_median_flips": median_flips(groups),
     }

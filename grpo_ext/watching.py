@@ -189,8 +189,7 @@ class WatchedGRPOTrainer(GRPOTrainer):
         if not self._is_place_known:
             self._find_place()
         metrics = batch_metrics(groups, advantages_PG)
-        metrics.pop("reward", None)  # TRL logs it
-        self._log_metrics(metrics)
+        self._log_metrics({name: value for name, value in metrics.items() if name != "reward"})  # which TRL logs
         self._write_log(groups, advantages_PG, excluded_PG)
         if not self.model.training:
             return
@@ -199,14 +198,9 @@ class WatchedGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name] = [value]  # running figures: the last one is logged, not their mean
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AdvantageCallback):
-                callback.on_advantages(
-                    self.args,
-                    self.state,
-                    self.control,
-                    groups=groups,
-                    advantages_PG=advantages_PG,
-                    history=self.collapse_history,
-                )
+                place, history = (self.args, self.state, self.control), self.collapse_history
+                callback.on_advantages(*place, groups=groups, advantages_PG=advantages_PG, history=history)
+                callback.on_batch_metrics(*place, metrics=metrics, history=history)
 
     def _log_metrics(self, metrics: dict[str, float]) -> None:
         mode = "train" if self.model.training else "eval"

@@ -35,7 +35,7 @@ def batch(rate=0.25, correct=0.125, incorrect=0.125, num=16, after=None, reward=
         "groups/num": num,
         "groups/frac_unscorable": 0.0,
         "completions/frac_duplicates": 0.3,
-        "num_generations": 8,
+        "groups/size": 8,
         "reward": reward,
         "advantage/abs_max": 2.5,
     } | {name.replace("__", "/"): value for name, value in others.items()}
@@ -156,7 +156,7 @@ SPEAKS = {
         # 0.85 of the possible 0.875
         ([(50, batch(0.75, 0.4, 0.35, **COPIES))], "85% of the completions .*88% would be.*`temperature`"),
         # 0.74 of 0.75 with four completions
-        ([(50, batch(1.0, 0.9, 0.1, completions__frac_duplicates=0.74, num_generations=4))], "74% of"),
+        ([(50, batch(1.0, 0.9, 0.1, completions__frac_duplicates=0.74, groups__size=4))], "74% of"),
     ],
     "entropy_collapse": [
         ([*LOW, *HIGH], "from 1 to 0.1 nats per token .`entropy`; medians of 5 log lines.*raise `temperature`"),
@@ -223,8 +223,8 @@ SILENT = {
     "duplicates": [
         [(200, batch(0.75, 0.4, 0.35, completions__frac_duplicates=0.7))],  # what short answers look like
         [(200, batch(0.5, 0.4, 0.1, **COPIES))],  # copies, but rewards that differ
-        [(200, batch(1.0, 0.9, 0.1, **COPIES, num_generations=16))],  # 0.85 of 0.94
-        [(200, {name: x for name, x in batch(1.0, 0.9, 0.1, **COPIES).items() if name != "num_generations"})],
+        [(200, batch(1.0, 0.9, 0.1, **COPIES, groups__size=16))],  # 0.85 of 0.94
+        [(200, {name: x for name, x in batch(1.0, 0.9, 0.1, **COPIES).items() if name != "groups/size"})],
     ],
     "entropy_collapse": [
         [*LOW, *entropies(0.1, 0.1, 0.1, 0.1, 0.3)],  # one line is above a fifth
@@ -393,9 +393,8 @@ def test_the_forecast_is_written_once_where_it_is_asked_for(capsys):
         callback = EarlyWarningCallback(forecast=asks)
         for num_batches in range(90, 110):
             history.num_batches = num_batches
-            callback.on_advantages(
-                None, state, None, groups=several, advantages_PG=GRPO().estimate(several), history=history
-            )
+            metrics = batch_metrics(several, GRPO().estimate(several))
+            callback.on_batch_metrics(None, state, None, metrics=metrics, history=history)
         assert capsys.readouterr().out.count("36.6 % final accuracy") == asks
 
 
@@ -482,7 +481,7 @@ def test_diagnose_a_run_of_stock_trl(tmp_path, capsys, monkeypatch):
     assert "- In 69% of the groups of batches 1 to " in shown
     assert "was not logged (the mean reward is 0.40)" in shown
     assert "all_correct (no acr/all_correct in the log)" in shown
-    assert "duplicates (no completions/frac_duplicates, num_generations in the log)" in shown
+    assert "duplicates (no completions/frac_duplicates, groups/size in the log)" in shown
 
 
 def test_the_groups_of_stock_trl_are_bounded_from_below():

@@ -82,9 +82,7 @@ def read_reward_log(run: Path, lines: list[Record]) -> Iterator[Record]:
     for batch in read_batches(run):
         while logged and logged[0][1] < batch.step:
             yield Record(*logged.pop(0))
-        generations = float(batch.groups.rewards_PG.shape[1])
-        metrics = batch_metrics(batch.groups, batch.advantages_PG) | {"num_generations": generations}
-        yield Record(numbers(metrics), batch.step, number=batch.batch)
+        yield Record(numbers(batch_metrics(batch.groups, batch.advantages_PG)), batch.step, number=batch.batch)
     yield from (Record(*line) for line in logged)
 
 

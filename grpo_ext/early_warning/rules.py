@@ -53,7 +53,7 @@ def unscorable(evidence: Evidence) -> str | None:
 def duplicates(evidence: Evidence) -> str | None:
     """Nearly all that could be copies are copies, and the groups collapse."""
     name, last, limits = "completions/frac_duplicates", evidence.last, evidence.limits
-    possible = 1 - 1 / max(last.mean("num_generations"), 1.0)
+    possible = 1 - 1 / max(last.mean("groups/size"), 1.0)
     copied = lower_bound(min(1.0, last.mean(name) / possible), last.cases(name), limits.z) if possible else 0.0
     if copied <= limits.duplicates or not last.exceeds("acr/rate", limits.collapse, limits.z):
         return None
@@ -134,7 +134,7 @@ RULES = {
     "one_group": Rule(one_group, ("acr/rate", "avspo/threshold", "groups/num")),
     "float_noise": Rule(float_noise, ("acr/rate", "acr/float_noise")),
     "unscorable": Rule(unscorable, ("acr/rate", "groups/frac_unscorable")),
-    "duplicates": Rule(duplicates, ("acr/rate", "completions/frac_duplicates", "num_generations")),
+    "duplicates": Rule(duplicates, ("acr/rate", "completions/frac_duplicates", "groups/size")),
     "entropy_collapse": Rule(entropy_collapse, ENTROPY),
     "entropy_explosion": Rule(entropy_explosion, ENTROPY),
 }
