@@ -5,9 +5,9 @@ are recovered from prompts that follow each other, and batches between two loggi
 """
 
 import math
-from collections.abc import Collection
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +31,7 @@ def read_completions(
     paths: list[Path],
     num_generations: int | None = None,
     reward_weights: list[float] | None = None,
-    evaluated_steps: Collection[int] = (),
+    logs: list[dict[str, Any]] | None = None,
 ) -> tuple[list[LoggedBatch], list[str]]:
     """
     The generated batches of TRL's completion tables, by step.
@@ -43,8 +43,8 @@ def read_completions(
             Completions per prompt. None: recovered from the prompts.
         reward_weights (`list[float]`, *optional*):
             One per reward function. None: all 1.
-        evaluated_steps (`Collection[int]`, *optional*, defaults to `()`):
-            Steps with an evaluation, whose rows TRL mixes with those of the training: their tables are left out.
+        logs (`list[dict]`, *optional*):
+            The run's `log_history`, which tells when it evaluated: TRL mixes those rows with the training's.
 
     Returns:
         The batches, and what a reader has to know about them, one sentence each.
@@ -52,13 +52,15 @@ def read_completions(
     Raises:
         `ValueError`: where groups cannot be recovered, or a table has no rewards.
     """
-    batches, ambiguous, num_mixed = [], set(), 0
+    tables = {path: pq.read_table(path, partitioning=None) for path in show_progress(paths, "TRL's completion tables")}
+    filled = [(path, table) for path, table in tables.items() if len(table)]
+    tables = dict(sorted(filled, key=lambda pair: _step(pair[1])))
+    kept = leave_out_mixed(tables, logs or [])
+    num_mixed, num_whole = len(tables) - len(kept), len(kept)
+    kept = leave_out_copies(kept)
+    batches, ambiguous = [], set()
     names: list[str] = []
-    for path in show_progress(sorted(paths), "TRL's completion tables"):
-        table = pq.read_table(path, partitioning=None)
-        if table["step"][0].as_py() in evaluated_steps:
-            num_mixed += 1
-            continue
+    for path, table in kept.items():
         names = find_rewards(table, path)
         size, is_certain = find_group_size(table, path, num_generations)
         if not is_certain:
@@ -66,14 +68,17 @@ def read_completions(
         batches.append(_to_batch(table, names, size, reward_weights or [1.0] * len(names), path))
     if not batches:
         raise ValueError(
-            f"TRL's completion tables should hold a step without an evaluation, found {num_mixed} with one: train with "
-            "`log_rewards=True`, which keeps both apart."
+            "TRL's completion tables should hold a step without an evaluation, found "
+            f"{num_mixed} tables with one and no other: train with `log_rewards=True`, which keeps both apart."
         )
-    batches.sort(key=lambda batch: batch.step)
     remarks = [
         f"TRL's tables hold the newest generation batch of each logging step ({len(batches)} here): methods with a "
         "memory see gaps, and progress and success settings are unknown."
     ]
+    if num_whole > len(kept):
+        remarks.append(f"{num_whole - len(kept)} more were left out, because they repeat the batch before.")
+    if logs is None or max((entry.get("step", 0) for entry in logs), default=0) < batches[-1].step:
+        remarks.append("If the run evaluated, rows of evaluations may be among these: no log says when it did.")
     if num_mixed:
         remarks.append(
             f"{num_mixed} more were left out, because TRL mixes rows of the training and of an evaluation in them."
@@ -87,6 +92,36 @@ def read_completions(
     if len(names) > 1 and reward_weights is None:
         remarks.append(f"The rewards {', '.join(names)} were added with weight 1: give `--reward_weights` if not so.")
     return batches, remarks
+
+
+def leave_out_mixed(tables: dict[Path, pa.Table], logs: list[dict[str, Any]]) -> dict[Path, pa.Table]:
+    """Without the tables that hold rows of an evaluation: those of its step, and what repeats their rows."""
+    steps = {entry["step"] for entry in logs if any(name.startswith("eval_") for name in entry)}
+    rows = {path: _rows(table) for path, table in tables.items()}
+    evaluated = {row for path, table in tables.items() if _step(table) in steps for row in rows[path]}
+    return {path: table for path, table in tables.items() if evaluated.isdisjoint(rows[path])}
+
+
+def leave_out_copies(tables: dict[Path, pa.Table]) -> dict[Path, pa.Table]:
+    """Without the tables that repeat the one before: a batch that trained for several logging steps."""
+    kept: dict[Path, pa.Table] = {}
+    previous: list[tuple[str, ...]] = []
+    for path, table in tables.items():
+        rows = _rows(table)
+        if rows != previous:
+            kept[path] = table
+        previous = rows
+    return kept
+
+
+def _rows(table: pa.Table) -> list[tuple[str, ...]]:
+    """Each row's prompt, completion and advantage as text."""
+    columns = [map(repr, table[name].to_pylist()) for name in (*TEXT_COLUMNS, "advantage")]
+    return list(zip(*columns, strict=True))
+
+
+def _step(table: pa.Table) -> int:
+    return table["step"][0].as_py()
 
 
 def find_rewards(table: pa.Table, path: Path) -> list[str]:

@@ -23,6 +23,9 @@ from grpo_ext.resolution import SETTING_DEFAULTS, from_spec, resolve_estimator
 from grpo_ext.reward_log import LoggedBatch, log_folder, read_attempts, read_batches
 from grpo_ext.statistics import is_all_equal, num_comparable
 
+DESCRIBED = {"identity", "device", "estimator", "state", "num_extra_generations"}
+"""What `describe_run` says and a replay needs."""
+
 TOLERANCE = 1e-6
 """What advantages may differ by between device types."""
 
@@ -56,7 +59,8 @@ class Outcome:
         """Counts one batch, with the advantages of GRPO beside the method's."""
         is_scored_PG = groups.is_scored_PG
         own_PG = advantages_PG.nan_to_num(nan=0.0).double()
-        sign_PG = own_PG.masked_fill(own_PG.abs() < ZERO, 0.0).sign()
+        is_silent_P1 = has_no_signal(groups, advantages_PG)
+        sign_PG = own_PG.masked_fill((own_PG.abs() < ZERO) | is_silent_P1, 0.0).sign()
         if excluded_PG is not None:
             sign_PG = sign_PG.masked_fill(excluded_PG, 0.0)
         is_noise_P1 = has_no_signal(groups, grpo_PG)
@@ -65,7 +69,7 @@ class Outcome:
         self.num_groups += num_comparable(groups.rewards_PG)
         self.num_all_groups += len(groups.rewards_PG)
         self.num_collapsed += int(is_all_equal(groups.rewards_PG).sum())
-        self.num_without_signal += int(has_no_signal(groups, advantages_PG).sum())
+        self.num_without_signal += int(is_silent_P1.sum())
         self.num_rows += int(is_scored_PG.sum())
         self.num_silent += int(((sign_PG == 0) & is_scored_PG).sum())
         self.num_woken += int(((sign_PG != 0) & (grpo_sign_PG == 0) & is_scored_PG).sum())
@@ -168,6 +172,13 @@ def replay(
             advantages again.
     """
     known = {entry["attempt"]: entry for entry in attempts or []}
+    for entry in known.values():
+        if not set(entry) >= DESCRIBED:
+            missing = min(DESCRIBED - set(entry))
+            raise ValueError(
+                f"Attempt {entry['attempt']} of a log should be described whole, found no `{missing}`: put the "
+                "`run.json` back that was written beside the parts."
+            )
     settings = SimpleNamespace(**(SETTING_DEFAULTS | (attempts[-1] if attempts else {})))
     contenders = [_enter(name, method, settings) for name, method in methods.items()]
     grpo = resolve_estimator(GRPO(), settings)

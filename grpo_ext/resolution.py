@@ -44,7 +44,7 @@ def import_object(module: str, name: str) -> Any:
 def _import_method(path: str) -> type[AdvantageEstimator]:
     try:
         found = import_object(*path.split(":", 1))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"The method should be an importable package.module:Class, found {path!r} ({error}): check the path."
         ) from error

@@ -26,6 +26,9 @@ from grpo_ext.reward_log import RewardLog, describe_run, prompt_key, to_hex, to_
 
 logger = logging.get_logger(__name__)
 
+OWN_STATE = "grpo_ext"
+"""Our entry among the states of callbacks."""
+
 
 def watch_rewards(
     trainer: GRPOTrainer,
@@ -113,6 +116,7 @@ class WatchedGRPOTrainer(GRPOTrainer):
         self._reward_log = RewardLog(Path(self.args.output_dir)) if settings.log_rewards else None
         self._is_place_known, self._begins_attempt = False, False
         self._gathered: tuple[Tensor, Tensor] | None = None
+        self._logged_weights: list[float] | None = None
 
     # What is gathered
 
@@ -213,9 +217,12 @@ class WatchedGRPOTrainer(GRPOTrainer):
         log = self._reward_log
         if log is None or not self.accelerator.is_main_process:
             return
+        weights = self._reward_settings().weights
+        if self.model.training and log.has_begun and weights != self._logged_weights:
+            self._begins_attempt = True  # one description holds for a whole attempt
         if self._begins_attempt or not log.has_begun:
             log.begin(self._batch_number() if self._begins_attempt else None, self._describe_run())
-            self._begins_attempt = False
+            self._begins_attempt, self._logged_weights = False, weights
         log.add(
             groups,
             advantages_PG,
@@ -239,10 +246,12 @@ class WatchedGRPOTrainer(GRPOTrainer):
         """A resumed run without the history of its beginning gets an empty one, and the number of its batches."""
         self._is_place_known = True
         if self.state.global_step and not (self._restores_history and self.collapse_history.num_batches):
+            saved = self.state.stateful_callbacks.get(OWN_STATE, {}).get("attributes", {})
             num_micro_steps = self.state.global_step * self.args.gradient_accumulation_steps
             cycle = self.args.steps_per_generation * self.num_iterations
             self.collapse_history = CollapseHistory()
-            self.collapse_history.num_earlier = math.ceil(num_micro_steps / cycle)
+            # Nobody watched the run before, where nothing is saved: near enough.
+            self.collapse_history.num_earlier = saved.get("num_batches", math.ceil(num_micro_steps / cycle))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; the reward log is complete when it returns or raises."""
@@ -260,6 +269,8 @@ class WatchedGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self._flush_log()  # what a resumed run will not generate again
+        # Beside the states of callbacks, in `trainer_state.json`: a stock trainer has no other place for it.
+        self.state.stateful_callbacks[OWN_STATE] = {"args": {}, "attributes": {"num_batches": self._batch_number()}}
         super()._save_checkpoint(model, trial)
 
     def _flush_log(self) -> None:

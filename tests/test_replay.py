@@ -131,7 +131,14 @@ def test_groups_of_another_size():
     """A log of G + 1 gives GRPO its first G; MC-GRPO takes a log of G as G - 1 and the extra one."""
     batches = logged([[1.0, 0, 0, 0, 1.0]])
     attempts = [
-        {"attempt": 1, "num_extra_generations": 1, "identity": "X", "device": "cpu", "estimator": {"class": "x:y"}}
+        {
+            "attempt": 1,
+            "num_extra_generations": 1,
+            "identity": "X",
+            "device": "cpu",
+            "state": {},
+            "estimator": {"class": "x:y"},
+        }
     ]
     grpo, mc_grpo = replay(batches, {"grpo": GRPO(), "mc_grpo": MCGRPO()}, attempts).outcomes
     assert (grpo.num_generations, grpo.num_rows, mc_grpo.num_generations, mc_grpo.num_rows) == (4, 4, 4, 5)
@@ -217,6 +224,10 @@ def test_trls_tables_go_through_the_command_too(tmp_path, capsys):
         (["nowhere", "--method", "gpro"], "error: The method should be one of"),
         ([".", "."], "error: RUN should be one folder, found 2: replay them one by one"),
         (["nowhere", "--num_generations", "0"], "invalid positive value: '0'"),
+        (
+            ["nowhere", "--method", "grpo_ext.estimator:AdvantageEstimator"],
+            "should name classes that need no arguments",
+        ),
         (["nowhere", "--metod", "grpo"], "error: The command line should be valid, found unrecognized"),
     ],
 )
@@ -224,3 +235,11 @@ def test_a_mistake_is_one_sentence(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=message):
         main(words)
+
+
+def test_grpo_wakes_nothing_of_its_own():
+    """Its advantages of seven rewards of 0.1 are float noise, on both sides of the comparison."""
+    batches = logged([[0.1] * 7, [10.1] * 7, [1.0] * 6 + [0.0]])
+    (found,) = replay(batches, {"grpo": GRPO()}).outcomes
+    assert GRPO().estimate(batches[0].groups).abs().max() > 1e-5
+    assert (found.num_woken, found.num_silent) == (0, 14)

@@ -23,7 +23,9 @@ from _training import DATA, even_digits, make_args, make_trainer
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
+from grpo_ext import AdvantageGRPOTrainer
 from grpo_ext.advantages import HADW, MCGRPO, METHODS
+from grpo_ext.callbacks import AdvantageCallback
 from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.groups import RewardGroups, RewardSettings
 from grpo_ext.replay import replay_run
@@ -531,3 +533,36 @@ def test_a_million_completions_go_through_five_methods_in_a_minute(tmp_path):
     assert time.monotonic() - start < 60
     assert int(done.stdout.split()[-1]) < 2_000_000  # KiB
     assert json.loads((tmp_path / "replay.json").read_text())["methods"][0]["num_rows"] == 1954 * 512
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, AdvantageGRPOTrainer])
+def test_a_run_that_is_resumed_within_cycles_loses_and_doubles_nothing(tmp_path, trainer_class):
+    """Two steps per batch; stopped after steps 3 and 6. Batches begin at steps 0, 2; 3, 5; 6, and all have trained."""
+    settings = {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2, "log_rewards": True}
+    for number in range(3):
+        args = make_args(tmp_path, **settings, max_steps=(3, 6, 7)[number])
+        trainer = make_trainer(args, last_or_none, trainer_class=trainer_class)
+        if trainer_class is GRPOTrainer:
+            watch_rewards(trainer, log_rewards=True)
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{3 * number}") if number else None)
+    table = read_rows(tmp_path)
+    found = dict.fromkeys(zip(*(table[name].to_pylist() for name in ("batch", "step", "attempt")), strict=True))
+    assert list(found) == [(0, 0, 1), (1, 2, 1), (2, 3, 2), (3, 5, 2), (4, 6, 3)]
+
+
+def test_weights_that_change_begin_an_attempt(tmp_path):
+    """The reader adds each batch's rewards as the training did, and the replay agrees."""
+
+    class Shift(AdvantageCallback):
+        def on_advantages(self, args, state, control, **kwargs):
+            trainer.reward_weights = torch.tensor([0.0, 1.0])
+
+    functions = [even_digits, last_or_none]
+    args = make_args(tmp_path, log_rewards=True, reward_weights=[1.0, 0.0], temperature=3.0)
+    trainer = make_trainer(args, functions, callbacks=[Shift()], advantage_estimator=HADW())
+    trainer.train()
+    assert numbers(tmp_path) == [(0, 1), (1, 2), (2, 2)]
+    logged = read_rows(tmp_path)["reward"].to_numpy()
+    read = torch.cat([batch.groups.rewards_PG.flatten() for batch in read_batches(tmp_path)])
+    assert torch.equal(torch.from_numpy(logged.copy()).nan_to_num(nan=-9), read.nan_to_num(nan=-9))
+    assert replay_run(tmp_path, {}).check.num_equal == 3

@@ -9,11 +9,13 @@ from grpo_ext.advantages import METHODS
 from grpo_ext.cli.commands import CommandParser, one_sentence_errors, positive
 from grpo_ext.cli.records import read_state
 from grpo_ext.completions import FOLDER, is_completion_table, read_completions
+from grpo_ext.estimator import AdvantageEstimator
 from grpo_ext.pictures import MatplotlibMissingError
 from grpo_ext.replay import Outcome, Report, replay, replay_run
 from grpo_ext.replay_picture import draw_replay
 from grpo_ext.resolution import find_method
 from grpo_ext.reward_log import has_log
+from grpo_ext.reward_log.writer import FOLDER as LOG_FOLDER
 
 COLUMNS = {
     "collapse_before": "before",
@@ -50,12 +52,23 @@ def find_run(source: list[Path]) -> Path:
     """
     folder = source[0].parent
     is_part = source[0].is_file() and source[0].name.startswith("part-") and has_log(folder)
-    return folder.parent if is_part else source[0]
+    if is_part and len({path.parent for path in source}) > 1:
+        raise ValueError("Parts should be those of one log, found several folders: replay them one by one.")
+    return folder if is_part else source[0]
+
+
+def make_method(name: str) -> AdvantageEstimator:
+    """The method of a name, with its default arguments."""
+    method = find_method(name)
+    try:
+        return method()
+    except TypeError as error:
+        raise ValueError(f"`--method` should name classes that need no arguments, found {name} ({error}).") from error
 
 
 def make_report(arguments: argparse.Namespace) -> Report:
     """The replay that the flags ask for."""
-    methods = {name: find_method(name)() for name in arguments.method}
+    methods = {name: make_method(name) for name in arguments.method}
     first = find_run(arguments.source)
     if len(arguments.source) > 1 and any(path.is_dir() for path in arguments.source):
         raise ValueError(f"RUN should be one folder, found {len(arguments.source)}: replay them one by one.")
@@ -70,9 +83,10 @@ def make_report(arguments: argparse.Namespace) -> Report:
             f"`{first}` should be a run with a reward log, or hold TRL's completion tables, found neither: train with "
             "`log_rewards=True`."
         )
-    state = read_state(paths[0].parent.parent) or {"log_history": []}
-    evaluated = {entry["step"] for entry in state["log_history"] if any(name.startswith("eval_") for name in entry)}
-    batches, remarks = read_completions(paths, arguments.num_generations, arguments.reward_weights, evaluated)
+    state = read_state(paths[0].parent.parent)
+    batches, remarks = read_completions(
+        paths, arguments.num_generations, arguments.reward_weights, state["log_history"] if state else None
+    )
     report = replay(batches, methods)
     report.remarks = remarks
     return report
@@ -105,11 +119,12 @@ def main(argv: list[str] | None = None) -> None:
     report = make_report(arguments)
     sys.stdout.write(describe(report) + "\n")
     first = find_run(arguments.source)
-    folder = arguments.output or (first if first.is_dir() else first.parent)
+    run = first.parent if first.name == LOG_FOLDER else first
+    folder = arguments.output or (run if run.is_dir() else run.parent)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "replay.json"
     path.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    sys.stdout.write(f"Numbers in {path}{_save_picture(report, folder, first)}.\n")
+    sys.stdout.write(f"Numbers in {path}{_save_picture(report, folder, run)}.\n")
 
 
 def _save_picture(report: Report, folder: Path, source: Path) -> str:

@@ -23,7 +23,7 @@ def to_text(content: Any) -> str:
         return hashlib.sha256(pixels).hexdigest()
 
     if isinstance(content, str):
-        return content
+        return content.encode(errors="replace").decode()
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=describe)
 
 
