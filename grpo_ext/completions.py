@@ -24,7 +24,7 @@ OTHER_COLUMNS = ("step", "advantage")
 
 def is_completion_table(path: Path) -> bool:
     """Whether a parquet file looks like one that TRL wrote."""
-    return {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
+    return {*TEXT_COLUMNS, *OTHER_COLUMNS} <= set(pq.read_schema(path).names)
 
 
 def read_completions(
@@ -97,6 +97,8 @@ def read_completions(
 def leave_out_mixed(tables: dict[Path, pa.Table], logs: list[dict[str, Any]]) -> dict[Path, pa.Table]:
     """Without the tables that hold rows of an evaluation: those of its step, and what repeats their rows."""
     steps = {entry["step"] for entry in logs if any(name.startswith("eval_") for name in entry)}
+    if not steps:
+        return tables
     rows = {path: _rows(table) for path, table in tables.items()}
     evaluated = {row for path, table in tables.items() if _step(table) in steps for row in rows[path]}
     return {path: table for path, table in tables.items() if evaluated.isdisjoint(rows[path])}
@@ -163,11 +165,7 @@ def _to_batch(table: pa.Table, names: list[str], size: int, weights: list[float]
         )
     columns = [table[name].cast(pa.float32()).to_pandas().to_numpy(dtype="float32", copy=True) for name in names]
     rewards_NF = torch.stack([torch.from_numpy(column) for column in columns], dim=1)
-    groups = RewardSettings(weights).group(rewards_NF, size, prompt_ids_P=_ids(table, size))
+    ids = [prompt_id(prompt) for prompt in table["prompt"].to_pylist()[::size]]
+    groups = RewardSettings(weights).group(rewards_NF, size, prompt_ids_P=ids)
     advantages = torch.tensor(table["advantage"].cast(pa.float32()).to_pylist())
-    step = table["step"][0].as_py()
-    return LoggedBatch(step, step, 1, groups, advantages.view(-1, size), None)
-
-
-def _ids(table: pa.Table, size: int) -> list[str]:
-    return [prompt_id(prompt) for prompt in table["prompt"].to_pylist()[::size]]
+    return LoggedBatch(_step(table), _step(table), 1, groups, advantages.view(-1, size), None)

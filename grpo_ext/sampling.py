@@ -1,5 +1,6 @@
 """Success counts of a model on problems: sampled batch by batch, and kept in a file as they come."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,6 +13,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from grpo_ext.groups import SUCCESS_TOLERANCE
 from grpo_ext.rewards import find_reward
+
+
+@contextlib.contextmanager
+def explain_missing_model(name: str) -> Iterator[None]:
+    """
+    Around what loads a model or its tokenizer.
+
+    Raises:
+        `ValueError`: where there is no such model.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be loaded: "
+            f"{error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -42,15 +60,10 @@ class Policy:
             `ValueError`: where there is no such model.
         """
         has_accelerator = torch.accelerator.is_available()
-        try:
+        with explain_missing_model(name):
             tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
             dtype = torch.bfloat16 if has_accelerator else torch.float32
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        except OSError as error:
-            raise ValueError(
-                f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be "
-                f"loaded: {error}"
-            ) from error
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if has_accelerator:

@@ -108,7 +108,7 @@ def from_model(args: argparse.Namespace) -> Counts:
     """Counts of a model's own samples; one that stopped is continued."""
     from transformers import AutoTokenizer
 
-    from grpo_ext.sampling import SamplingSettings, count_successes
+    from grpo_ext.sampling import SamplingSettings, count_successes, explain_missing_model
 
     if args.model_name_or_path is None and args.dataset_name is not None:
         raise ValueError(
@@ -116,13 +116,8 @@ def from_model(args: argparse.Namespace) -> Counts:
             "policy reads arithmetic only."
         )
     name = args.model_name_or_path or str(POLICY_PATH)
-    try:
+    with explain_missing_model(name):
         is_chat = AutoTokenizer.from_pretrained(name).chat_template is not None
-    except OSError as error:
-        raise ValueError(
-            f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be loaded: "
-            f"{error}"
-        ) from error
     # Data sets are often sorted by topic or difficulty, so the first rows are no sample of them.
     prompts = load_prompts(args, conversational=is_chat).shuffle(seed=args.seed)
     prompts = prompts.select(range(min(args.limit or len(prompts), len(prompts))))

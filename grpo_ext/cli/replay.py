@@ -66,10 +66,9 @@ def make_method(name: str) -> AdvantageEstimator:
         raise ValueError(f"`--method` should name classes that need no arguments, found {name} ({error}).") from error
 
 
-def make_report(arguments: argparse.Namespace) -> Report:
-    """The replay that the flags ask for."""
+def make_report(arguments: argparse.Namespace, first: Path) -> Report:
+    """The replay that the flags ask for, of what `find_run` gave."""
     methods = {name: make_method(name) for name in arguments.method}
-    first = find_run(arguments.source)
     if len(arguments.source) > 1 and any(path.is_dir() for path in arguments.source):
         raise ValueError(f"RUN should be one folder, found {len(arguments.source)}: replay them one by one.")
     if first.is_dir() and has_log(first):
@@ -116,9 +115,9 @@ def _row(outcome: Outcome, width: int) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command."""
     arguments = make_parser().parse_args(argv)
-    report = make_report(arguments)
-    sys.stdout.write(describe(report) + "\n")
     first = find_run(arguments.source)
+    report = make_report(arguments, first)
+    sys.stdout.write(describe(report) + "\n")
     run = first.parent if first.name == LOG_FOLDER else first
     folder = arguments.output or (run if run.is_dir() else run.parent)
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from grpo_ext.cli.arguments import Run, check_usage, parse
 from grpo_ext.cli.report import ProgressLines, save_picture, summary_table
 from grpo_ext.data import load_split, to_prompts
 from grpo_ext.rewards import find_reward
+from grpo_ext.sampling import explain_missing_model
 from grpo_ext.testbed.arithmetic import make_problems
 from grpo_ext.trainer import AdvantageGRPOTrainer
 
@@ -53,13 +54,8 @@ def has_chat_template(run: Run) -> bool:
     """Whether the model's tokenizer has a chat template, so that a problem becomes a user's message."""
     name = run.model.model_name_or_path
     settings = {"revision": run.model.model_revision, "trust_remote_code": trusts_remote_code(run)}
-    try:
+    with explain_missing_model(str(name)):
         return AutoTokenizer.from_pretrained(name, **settings).chat_template is not None
-    except OSError as error:
-        raise ValueError(
-            f"`--model_name_or_path` should be a Hub id or a local folder, found {name!r}, which cannot be loaded: "
-            f"{error}"
-        ) from error
 
 
 def make_trainer(run: Run) -> AdvantageGRPOTrainer:
