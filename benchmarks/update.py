@@ -5,6 +5,8 @@
 A repetition draws rollouts, and runs TRL's update before and after ours; ours is compared with the mean of the two,
 and left out where they differ by more than a quarter. Everything is repeated for each share of rows with an advantage.
 The memory is what the backward pass of the largest micro-batch keeps (CPU), or the allocator's peak (CUDA).
+
+Long, since it measures time, tokens and memory of the same updates, and a file each would draw these again.
 """
 
 import argparse

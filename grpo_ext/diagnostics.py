@@ -1,7 +1,7 @@
 """What a generation batch teaches, and why the rest teaches nothing: pure functions of rewards and advantages.
 
 None of them raises because of a reward's value: without a readable success signal an all-equal group counts as
-"other". Axes: see `groups.py`.
+"other". Long, since every figure stands here with its definition, and nothing else does. Axes: see `groups.py`.
 """
 
 from dataclasses import dataclass, field

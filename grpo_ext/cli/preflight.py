@@ -1,4 +1,7 @@
-"""`grpo-ext preflight`: what a data set will teach a model, before a GPU is rented for it."""
+"""`grpo-ext preflight`: what a data set will teach a model, before a GPU is rented for it.
+
+Long by its flags and its tables; what they show is computed in `preflight.py`, `population.py` and `difficulty.py`.
+"""
 
 import argparse
 import dataclasses
